@@ -48,8 +48,9 @@ EVALUATED: dict[str, Any] = {  # at iterations 10, 20, 30, 40
     "eval/kl": [1.0, 2.0, 3.0, 4.0],
     "eval/verdict": [0.0] * 4,  # no success for certain, which would refute rules
     "eval/since_best_score": [0.1, 0.3, 0.1, 0.1],
-    "eval/since_best_reward": [0.4, 0.6, 0.4, 0.2],
+    "eval/since_best_trained_reward": [0.4, 0.6, 0.4, 0.2],
     "eval/since_best_p": [1.0] * 4,
+    "eval/since_best_exploits": [0.0] * 4,
     "eval/distinct_2": [0.23, 0.21, 0.2, 0.19],
     "eval/distinct_2_sft": [0.23] * 4,
 }

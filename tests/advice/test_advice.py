@@ -64,6 +64,10 @@ def words(settings: dict[str, Any], rows: list[dict[str, float]], most: int | No
 def test_measured_runs_get_the_advice_that_helped_them(name: str, settings: dict[str, Any], expected: list[Any]):
     with (MEASURED / f"{name}.csv").open() as file:
         rows = [{key: float(value or "nan") for key, value in row.items()} for row in csv.DictReader(file)]
+    for row in rows:  # recorded before a run decided while it trained whether it exploits its reward
+        fell = row["eval/since_best_p"] < 0.0025 and row["eval/since_best_reward"] >= 0.0
+        row |= {"eval/since_best_exploits": float(fell)} if row["eval/since_best_p"] <= 1.0 else {}
+        row["eval/since_best_trained_reward"] = row["eval/since_best_reward"]
     advice = advise(config(**DEMO | settings), rows)
     assert [(item.rule.name, str(item.change)) for item in advice if item.change] == expected
     if not expected:

@@ -9,7 +9,8 @@ import pytest
 
 from ppo_rlhf.advice import advise
 from ppo_rlhf.evaluation import since_best as module
-from ppo_rlhf.evaluation.since_best import SCORES, since_best
+from ppo_rlhf.evaluation.exploitation import exploitation
+from ppo_rlhf.evaluation.since_best import SCORES, TRAINED_REWARD, since_best
 from tests.advice.support import config, history
 from tests.evaluation.test_since_best import evaluation
 
@@ -39,7 +40,9 @@ def is_called_hacked(judge: np.ndarray) -> bool:
     sft, *evaluations = (evaluation(scores, np.full(PROMPTS, 0.1 * k)) for k, scores in enumerate(judge))
     earlier = [{"eval/reward": each.rewards.mean(), SCORES: each.deciding_scores} for each in evaluations[:-1]]
     last = since_best(evaluations[-1], sft, earlier)
-    curves = {key: [math.nan] * 3 + [value] for key, value in last.items() if key != SCORES}
+    last |= {"iteration": 40.0, "eval/judge_score": judge[-1].mean(), TRAINED_REWARD: 0.1}
+    last |= exploitation(last, [], config(eval_interval=math.ceil(40 / EVALUATIONS)), "off")[0]
+    curves = {key: [math.nan] * 3 + [value] for key, value in last.items() if key.startswith("eval/since_best")}
     return "reward_hacked" in {item.rule.name for item in advise(config(), history(curves))}
 
 
@@ -47,10 +50,10 @@ def is_called_hacked(judge: np.ndarray) -> bool:
 @pytest.mark.parametrize(
     "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
 )
-def test_at_most_five_per_cent_of_runs_without_a_change_are_called_hacked(correlation: float):
+def test_at_most_two_per_cent_of_runs_without_a_change_are_called_hacked(correlation: float):
     """Before, 87, 80, 69 and 62 per cent: the best of several noisy evaluations is above the last one."""
     rng = np.random.default_rng(1)
-    assert np.mean([is_called_hacked(noisy_scores(rng, correlation)) for _ in range(300)]) <= 0.05
+    assert np.mean([is_called_hacked(noisy_scores(rng, correlation)) for _ in range(300)]) <= 0.02
 
 
 @pytest.mark.parametrize(
@@ -74,4 +77,4 @@ def test_runs_whose_judge_rises_by_two_standard_errors_are_not_called_hacked():
     """Before, 64 per cent."""
     rng = np.random.default_rng(3)
     rise = np.linspace(0.0, 2.0 * ERROR, EVALUATIONS + 1)[:, None]
-    assert np.mean([is_called_hacked(noisy_scores(rng, 0.0) + rise) for _ in range(200)]) <= 0.05
+    assert np.mean([is_called_hacked(noisy_scores(rng, 0.0) + rise) for _ in range(200)]) <= 0.02

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
 from ppo_rlhf.advice import RULES, Advice, Change, Stage, advise
 from ppo_rlhf.config import PPOConfig
@@ -59,8 +61,8 @@ CASES = {
         ADAPTIVE,
     ),
     "reward_hacked": Case(
-        {"eval/since_best_score": [0.2, 0.3, -0.1, -0.2], "eval/since_best_p": [1.0, 1.0, 0.3, 0.04]},
-        {"eval/since_best_score": [0.2, 0.3, -0.3, -0.2], "eval/since_best_p": [1.0, 1.0, 0.01, 0.06]},
+        {"eval/since_best_score": [0.2, 0.3, -0.1, -0.2], "eval/since_best_exploits": [0.0, 0.0, 0.0, 1.0]},
+        {"eval/since_best_score": [0.2, 0.3, -0.3, -0.2], "eval/since_best_exploits": [0.0, 0.0, 1.0, 0.0]},
         ("kl_coef", 0.08, 2.0),
     ),
     "diversity_lost": Case(
@@ -222,7 +224,7 @@ def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: 
         ("truncated", {"stop_token": "none"}, {"response/truncated_fraction": curve(1.0)}),
         ("spread_lost", {"total_episodes": 40, "per_device_train_batch_size": 1}, {"objective/scores_std": curve(0.0)}),
         ("spread_lost", {}, {"objective/scores_std": [0.0] * 3 + [0.4] * 37}),  # a sparse reward
-        ("reward_hacked", {}, {"eval/since_best_p": [0.01] * 4, "eval/since_best_reward": [-0.1] * 4}),  # fell, too
+        ("reward_hacked", {}, {"eval/since_best_p": [0.0001] * 4}),  # what the run decided while it trained counts
         ("kl_negative", {}, {"objective/kl": curve(-0.04)}),
         ("entropy_collapsed", {}, {"objective/entropy": curve(1.5, 0.4), "objective/kl": curve(0.4)}),  # has not moved
         ("much_clipped", {"num_ppo_epochs": 1, "num_mini_batches": 2}, {"policy/clipfrac_avg": curve(0.5)}),
@@ -230,6 +232,29 @@ def test_the_change_depends_on_the_settings_and_the_curves(name: str, settings: 
 )
 def test_a_rule_does_not_fire_where_its_metric_says_nothing(name: str, settings: Any, curves: Spoilt):
     assert name not in fired(settings, curves)
+
+
+@pytest.mark.parametrize(
+    ("planned", "iterations", "fires"),
+    [(16, 16, True), (16, 12, False), (10, 10, True), (9, 9, False), (40, 16, False), (40, 29, False), (40, 30, True)],
+)
+def test_a_critic_that_explains_nothing_is_named_at_the_end_of_a_short_run_or_after_thirty_iterations(
+    planned: int, iterations: int, fires: bool
+):
+    """Before, a run of 16 iterations with an explained variance of 0 had nothing to change."""
+    settings = {"total_episodes": 64 * planned}
+    useless = {"val/explained_variance": (0.0, 0.0)}
+    assert ("critic_explains_nothing" in fired(settings, useless, iterations)) is fires
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.3])
+def test_a_critic_that_explains_a_third_is_rarely_named_whatever_the_noise(noise: float):
+    """Each iteration's explained variance is 0.3 with noise, in runs of 16 iterations."""
+    rng, named = np.random.default_rng(0), 0
+    for _ in range(200):
+        noisy = {"val/explained_variance": list(0.3 + noise * rng.normal(size=ITERATIONS))}
+        named += "critic_explains_nothing" in fired({"total_episodes": 64 * 16}, noisy, 16)
+    assert named <= binom.ppf(0.999, 200, 0.02)
 
 
 @pytest.mark.parametrize("kl_coef", [0.05, 0.5, 5.0])

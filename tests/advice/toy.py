@@ -15,7 +15,8 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import distinct_n
 from ppo_rlhf.evaluation.equal_reward import compare_at_equal_reward
-from ppo_rlhf.evaluation.since_best import SCORES, since_best
+from ppo_rlhf.evaluation.exploitation import exploitation
+from ppo_rlhf.evaluation.since_best import REWARDED, SCORES, TRAINED_REWARD, since_best
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.evaluation.test_since_best import evaluation
 from tests.ppo_runs import VOCABULARY, WORDS, batch_of, build_run, learn_from
@@ -116,9 +117,12 @@ def train(reward: Reward, iterations: int = 40, spread: float = 0.2, **settings:
             sft, sft_diversity = now, diversity
         elif len(rows) % 10 == 9:
             since = since_best(now, sft, earlier)
-            earlier.append({"eval/reward": rewards.mean()} | {key: since.pop(key) for key in (SCORES,) if key in since})
+            since |= {"eval/judge_score": judge.mean(), TRAINED_REWARD: since["eval/since_best_reward"]}
+            since |= exploitation(since | {"iteration": row["iteration"]}, [], run.config, "off")[0]
+            kept = {key: since.pop(key) for key in (SCORES, REWARDED) if key in since}
+            earlier.append({"eval/reward": rewards.mean()} | kept)
             row |= compare_at_equal_reward(now, sft)
-            row |= {"eval/judge_score": judge.mean(), "eval/judge_score_sft": sft.deciding_scores.mean()}
+            row["eval/judge_score_sft"] = sft.deciding_scores.mean()
             row |= since | {"eval/distinct_2": diversity, "eval/distinct_2_sft": sft_diversity}
         rows.append(row)
     return Trained(run.config, rows)

@@ -34,7 +34,7 @@ SHARED_ON_PURPOSE = ["checkpoint", "completions", "earlier_evaluations", "evalua
 
 OF_ANOTHER_NAME = {
     (function, "evaluation_prompts"): "chosen_prompts"
-    for function in ("evaluate_sft_policy", "evaluate_ppo_policy", "compare_policies", "pair_samples")
+    for function in ("evaluate_sft_policy", "evaluate_ppo_policy", "pair_samples")
 }
 """Arguments that take a dataset of another name, by the function's name."""
 

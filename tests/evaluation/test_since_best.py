@@ -6,21 +6,11 @@ import itertools
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy.stats import binom, ttest_1samp
 
-from ppo_rlhf.evaluation import since_best as module
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
-from ppo_rlhf.evaluation.since_best import (
-    CHANCE,
-    SCORES,
-    at_most,
-    by_chance,
-    exploits_reward,
-    exploits_since_best,
-    since_best,
-)
+from ppo_rlhf.evaluation.since_best import SCORES, at_most, by_chance, since_best
 from tests.evaluation.test_comparison import evaluation as measured
 
 
@@ -80,6 +70,7 @@ def test_the_best_is_the_highest_mean_of_sft_and_of_the_earlier_evaluations():
     assert first["eval/since_best_reward"] == 2.25
     assert first["eval/since_best_p"] == 1.0  # none of 16 patterns has a larger rise
     assert first[SCORES] == [2.0, 2.0, 1.0, 1.0]
+    assert first["eval/since_best_prompts"] == 4.0
 
     earlier = [
         {"eval/reward": 2.0, SCORES: [3.0, 3.0, 3.0, 3.0]},
@@ -113,49 +104,3 @@ def test_rows_that_were_not_the_best_can_be_left_out_of_the_choice():
 def test_without_a_judge_the_reward_is_compared():
     found = since_best(evaluation(reward=[1, 1, 2]), evaluation(reward=[0, 1, 0]), [])
     assert found["eval/since_best_score"] == found["eval/since_best_reward"] == 1.0
-
-
-def test_a_reward_is_exploited_if_it_rose_and_the_judges_score_fell_both_for_certain():
-    ups, downs, mixed = np.ones(8), -np.ones(8), np.array([1.0, -1, 1, -1, 1, -1, 1, 1])
-    sft = evaluation(np.zeros(8), np.zeros(8))
-    assert exploits_reward(evaluation(downs, ups), sft)
-    assert not exploits_reward(evaluation(-mixed, ups), sft)
-    assert not exploits_reward(evaluation(downs, mixed), sft)
-    assert not exploits_reward(evaluation(ups, ups), sft)
-    assert not exploits_reward(evaluation(reward=ups), evaluation(reward=np.zeros(8)))
-
-
-@pytest.mark.parametrize(("prompts", "expected"), [(3, False), (6, True)])
-def test_several_responses_to_a_prompt_are_one_change_of_it(prompts, expected):
-    """Three prompts fall together by chance with probability 1/8, six with 1/64; twelve or 24 responses with far less.
-
-    Of each prompt's four responses one goes the other way, and their mean does not.
-    """
-    judge, samples = np.tile([0.5, -2.0, -3.0, -3.0], prompts), 4
-    policy, sft = measured(-judge, judge, samples=samples), measured(0.0 * judge, 0.0 * judge, samples=samples)
-    assert exploits_reward(policy, sft) is expected
-
-
-def test_without_a_change_of_the_judge_a_reward_is_rarely_called_exploited(monkeypatch):
-    """Before, only the two means were compared: half of the runs whose reward rose."""
-    monkeypatch.setattr(module, "RESAMPLES", 999)
-    rng = np.random.default_rng(5)
-    found, since = [], []
-    for _ in range(100):
-        rows = rng.normal(size=(4, 64))
-        sft, policy = evaluation(rows[2], rows[3]), evaluation(rows[0], rows[1] + 1.0)
-        row = since_best(evaluation(rows[0] + rng.normal(size=64), rows[1] + 1.0), sft, [])  # of the same policy
-        found.append(exploits_reward(policy, sft))
-        since.append(exploits_since_best(pd.DataFrame([{"iteration": 1.0}, row, {"iteration": 3.0}])))
-    assert np.mean(np.logical_or(found, since)) <= CHANCE
-    assert sum(since) > 0  # the sentence goes by either
-
-
-def test_a_fall_to_sfts_level_from_a_better_evaluation_is_an_exploited_reward_unless_the_reward_fell_too():
-    ups, zeros, sft = np.ones(16), np.zeros(16), evaluation(np.zeros(16), np.zeros(16))
-    best = {"eval/reward": 0.5, SCORES: ups.tolist()}
-    for reward, expected in ((1.0, True), (0.5, True), (0.0, False)):  # the best one's is 0.5: unchanged is not fallen
-        last = since_best(evaluation(zeros, zeros + reward), sft, [best])
-        assert not exploits_reward(evaluation(zeros, ups), sft)
-        assert exploits_since_best(pd.DataFrame([{"iteration": 10.0}, last])) is expected
-    assert not exploits_since_best(pd.DataFrame())

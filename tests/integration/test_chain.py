@@ -75,7 +75,7 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     of_others |= {"reward/disagreement"}  # `test_combined_rewards.py` has it
     of_others |= {"eval/judge_gap", "eval/judge_gap_p", "eval/judge_gap_prompts"}  # of rewards with few values
     of_others |= {key for key in documented if key.startswith("eval/reference_")}  # `test_recipes.py` has them
-    of_others |= {"eval/since_best_exploits", "eval/since_best_exported"}  # of `evaluation.on_exploitation`
+    of_others |= {"eval/since_best_exploits", "eval/since_best_level", "eval/since_best_exported"}  # with a judge
     of_others |= {key for key in documented if key.endswith("_halvings")}  # `test_halvings.py` has them
     of_others |= {key for key in documented if key.startswith("judge/")}  # `test_llm_judge.py` has them
     assert {"eval/kl_se", "eval/reward_se"} <= set(chain.metrics())

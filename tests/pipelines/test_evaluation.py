@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 import yaml
 from kedro.config import OmegaConfigLoader
 from kedro.io import AbstractDataset
+from scipy.stats import binom
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -25,7 +27,11 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
+from ppo_rlhf.evaluation.comparison import conclude
+from ppo_rlhf.evaluation.exploitation import EXPLOITS, LEVEL
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.evaluation.since_best import PROMPTS as CHOICE_PROMPTS
+from ppo_rlhf.evaluation.verdict import Verdict
 from ppo_rlhf.models.directories import CARD
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.evaluation import create_pipeline
@@ -42,6 +48,7 @@ from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.runtime.names import EXPORTED, HELD_OUT_DEMONSTRATIONS
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
+from tests.evaluation.test_comparison import evaluation
 from tests.pipelines.support import outputs_of
 from tests.tiny_models import DATED_TEMPLATE, save, set_today, tiny_model, word_tokenizer
 
@@ -61,9 +68,9 @@ COLUMNS = {
         ),
         *(f"eval/{name}{side}_se" for name in ("judge_score", "reward", "wordy_rate") for side in ("", "_sft")),
         *("eval/kl_se", "eval/response_length_se"),
-        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits_reward"),
+        *("eval/wordy_rate", "eval/wordy_rate_sft", "prompts", "decided_by", "exploits"),
         *("verdict", "eval/verdict", "by_trained_reward", "wins", "losses", "conditions"),
-        *("exploits_since_best", "since_best_p_min", "trained_prompts"),
+        "trained_prompts",
     },
     "sample_pairs": {
         *("chosen", "outcome", "prompt", "sft_response", "ppo_response", "sft_score", "ppo_score", "ppo_kl"),
@@ -136,8 +143,17 @@ def inputs(tmp_path_factory):
 def summary_of(outputs, inputs, **changed):
     """What the node `compare_policies` says of tables that are there."""
     given = {name.removeprefix("params:"): value for name, value in {**inputs, **changed}.items()}
-    given.setdefault("trained_prompts", 0)
-    named = ("sft_policy", "evaluation_prompts", "trained_prompts", "training_history", "ppo", "reward", "evaluation")
+    given = {"trained_prompts": 0, "chosen_prompts": given["evaluation_prompts"], **given}
+    named = (
+        "sft_policy",
+        "chosen_prompts",
+        "evaluation_prompts",
+        "trained_prompts",
+        "training_history",
+        "ppo",
+        "reward",
+        "evaluation",
+    )
     tables = {name: outputs[name] for name in ("sft_evaluation", "ppo_evaluation", "reference_losses")}
     return compare_policies(**tables, **{name: given[name] for name in named})["evaluation_summary"]
 
@@ -185,7 +201,7 @@ def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(i
     outputs = run_evaluation({**inputs, **changed})
     assert outputs["evaluation_summary"]["trained_prompts"] == 2
     assert "PPO trained on 2 of these 4 prompts: they are not held-out." in caplog.messages
-    assert "PPO trained on 2 of the 4 evaluation prompts" in outputs["model_card"][1]
+    assert "PPO trained on 2 of the evaluation prompts" in outputs["model_card"][1]
 
 
 def test_a_template_that_prints_the_date_makes_no_other_prompts_the_next_day(inputs, outputs, tmp_path, monkeypatch):
@@ -204,11 +220,11 @@ def test_a_template_that_prints_the_date_makes_no_other_prompts_the_next_day(inp
     assert [table["prompt"][0][:2] for table in (first, second)] == ["03", "04"]
     of_days = [first, choose_prompts(None, table_of({"prompt": chats}), None, policy, ppo, prompts)[0]]
     conditions = [
-        summary_of(outputs, inputs, sft_policy=policy, evaluation_prompts=table)["conditions"] for table in of_days
+        summary_of(outputs, inputs, sft_policy=policy, chosen_prompts=table)["conditions"] for table in of_days
     ]
     assert conditions[0] == conditions[1]
     other = choose_prompts(None, table_of({"prompt": chats[::-1]}), None, policy, ppo, prompts)[0]
-    assert summary_of(outputs, inputs, sft_policy=policy, evaluation_prompts=other)["conditions"] != conditions[0]
+    assert summary_of(outputs, inputs, sft_policy=policy, chosen_prompts=other)["conditions"] != conditions[0]
 
 
 def test_a_prompt_that_was_trained_on_with_other_tools_is_not_counted(inputs, tmp_path, monkeypatch):
@@ -227,22 +243,98 @@ def test_a_prompt_that_was_trained_on_with_other_tools_is_not_counted(inputs, tm
 
 
 def test_a_fall_since_the_best_evaluation_reaches_the_summary(inputs, outputs):
-    for p, reward, expected in ((0.02, 0.1, True), (0.03, 0.1, False), (0.02, -0.1, False)):
-        rows = {
-            "iteration": [1, 2, 3],
-            "eval/since_best_p": [1.0, p, None],
-            "eval/since_best_reward": [0, reward, None],
-            "eval/since_best_p_min": [0.125, 0.25, None],
-        }
-        changed = {"training_history": pd.DataFrame(rows)}
-        summary = summary_of(outputs, inputs, **changed)
-        assert summary["exploits_since_best"] is expected
-        assert summary["since_best_p_min"] == 0.25
+    for found, least, expected in (
+        (1.0, 0.001, {"exploits": True}),
+        (0.0, 0.25, {"exploits": False, "untested_p": 0.25}),
+    ):
+        rows = {"iteration": [1, 2, 3], EXPLOITS: [0.0, found, None], "eval/since_best_p_min": [0.1, least, None]}
+        history = pd.DataFrame(rows | {LEVEL: [0.01, 0.01, None], CHOICE_PROMPTS: [4.0, 4.0, None]})
+        summary = summary_of(outputs, inputs, training_history=history)
+        assert {name: value for name, value in summary.items() if name in ("exploits", "untested_p")} == expected
         assert "stopped_after" not in summary
-    rows |= {"eval/since_best_p": [1.0, 0.0, None], EXPORTED: [None, 1.0, None]}
-    summary = summary_of(outputs, inputs, training_history=pd.DataFrame(rows))
-    assert summary["exploits_since_best"] is False  # not the policy that is evaluated
-    assert (summary["stopped_after"], summary["exported_iteration"]) == (2, 1)
+    history = pd.DataFrame(rows | {EXPLOITS: [0.0, 1.0, None], EXPORTED: [None, 0.0, None], CHOICE_PROMPTS: [4.0] * 3})
+    summary = summary_of(outputs, inputs, training_history=history)
+    assert summary["exploits"] is False  # not the policy that is evaluated
+    assert (summary["stopped_after"], summary["exported_iteration"], summary["choice_prompts"]) == (2, 0, 4)
+    assert "unchosen_prompts" not in summary  # SFT's own weights: nothing was chosen
+
+
+def table_of_prompts(texts):
+    return PromptDataset([[1]] * len(texts), list(texts), {}).to_frame()
+
+
+def tables_of(texts, scores):
+    """Both policies' evaluations: PPO's scores, and SFT's 0.5, on these prompts."""
+    sides = ([0.5] * len(texts), scores)
+    sft, ppo = (evaluation(np.zeros(len(texts)), side, prompts=list(texts)).to_frame() for side in sides)
+    return {"sft_evaluation": sft, "ppo_evaluation": ppo, "reference_losses": pd.DataFrame()}
+
+
+def chosen_by(number):
+    """The history of a run that an evaluation on the first of its prompts stopped, with the policy of iteration 1."""
+    return pd.DataFrame({"iteration": [1, 2], EXPORTED: [None, 1.0], CHOICE_PROMPTS: [float(number)] * 2})
+
+
+def half_favoured(number):
+    """Scores of a policy that wins each prompt of the first half, and of the others as many as it loses."""
+    return [1.0] * (number // 2) + [float(row % 2) for row in range(number - number // 2)]
+
+
+@pytest.mark.parametrize(("number", "verdict"), [(80, "no_clear_difference"), (20, "no_clear_difference"), (18, None)])
+def test_a_chosen_policy_is_judged_on_the_prompts_that_took_no_part_in_the_choice(inputs, number, verdict):
+    """With fewer than ten others there is no verdict; the calculator has 80 prompts."""
+    texts = [f"p{row}" for row in range(number)]
+    changed = {"training_history": chosen_by(number // 2), "evaluation_prompts": table_of_prompts(texts)}
+    summary = summary_of(tables_of(texts, half_favoured(number)), inputs, **changed)
+    assert summary["verdict"] == (verdict or "too_few_prompts")
+    assert summary["unchosen_prompts"] == number // 2
+    assert summary["prompts"] == (number // 2 if verdict else number)
+    assert (summary["eval/win_rate"] == 0.5) is (verdict is not None)
+    assert summary["eval/verdict"] == 0.0
+
+
+def test_prompts_that_chose_a_policy_are_told_by_their_text(inputs):
+    """Prompts in another order, with one more; prompts of a run whose table is gone; and a run without a choice."""
+    stored = [f"p{row}" for row in range(80)]
+    given, tables = ["new", *stored[::-1]], tables_of(["new", *stored[::-1]], [1.0, *half_favoured(80)[::-1]])
+    changed = {"training_history": chosen_by(40), "chosen_prompts": table_of_prompts(given)}
+    summary = summary_of(tables, inputs, **changed, evaluation_prompts=table_of_prompts(stored))
+    assert (summary["unchosen_prompts"], summary["prompts"], summary["wins"]) == (41, 41, 21)
+    unknown = summary_of(tables, inputs, **changed, evaluation_prompts=None)
+    assert (unknown["unchosen_prompts"], unknown["verdict"]) == (0, "too_few_prompts")
+    not_chosen = summary_of(tables, inputs, chosen_prompts=table_of_prompts(given))
+    assert (not_chosen["verdict"], not_chosen["prompts"]) == ("better", 81)
+
+
+def times_called_better(number: int, choose_from: int, runs: int, *, apart: bool) -> int:
+    """How many of some runs are said to beat SFT, of a policy that is as good as SFT: the one of its best evaluation.
+
+    The choice is by half of the prompts; the verdict uses the other half, or as before all of them (`apart` False).
+    Between evaluations and prompts the noise is normal; prompts differ in difficulty.
+    """
+    found, rng = 0, np.random.default_rng([number, choose_from])
+    for _ in range(runs):
+        easy = rng.normal(size=number)
+        sft, *tried = easy + rng.normal(size=(1 + choose_from, number))
+        chose = np.arange(number) < (number // 2 if apart else number)
+        best = max(tried, key=lambda scores: scores[chose].mean())
+        used = ~chose if apart else chose
+        policies = (evaluation(np.zeros(number), scores).of_prompts(used) for scores in (best, sft))
+        found += conclude(*policies, by_trained_reward=False)["verdict"] == Verdict.BETTER
+    return found
+
+
+@pytest.mark.parametrize(("number", "choose_from"), [(80, 20), (200, 5)])
+def test_the_best_of_many_equal_policies_is_rarely_said_to_beat_sft(number, choose_from):
+    """Judged on the prompts that chose them, 11 % of the best of 20 were said to beat SFT."""
+    assert times_called_better(number, choose_from, 300, apart=True) <= binom.ppf(0.999, 300, 0.025)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [20, 80, 200, 512])
+@pytest.mark.parametrize("choose_from", [1, 5, 20])
+def test_at_most_a_fortieth_of_chosen_equal_policies_is_said_to_beat_sft(number, choose_from):
+    assert times_called_better(number, choose_from, 2000, apart=True) <= binom.ppf(0.999, 2000, 0.025)
 
 
 def test_memory_that_ran_out_while_training_reaches_the_summary(inputs, outputs):

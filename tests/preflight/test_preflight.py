@@ -481,7 +481,7 @@ def test_a_stop_at_exploitation_needs_a_judge_of_its_own_and_enough_prompts(user
     user.groups["evaluation"] = EvaluationConfig(judge=term.function, on_exploitation="stop")
     of_judge, of_prompts = [line for line in user.problems() if "on_exploitation=stop" in line]
     assert f"the judge {term.function} is part of the reward" in of_judge
-    assert "with 1 held-out prompts" in of_prompts
+    assert "with 1 of 1 held-out prompts" in of_prompts
     user.groups["evaluation"] = EvaluationConfig(judge=term.function)
     assert user.problems() == []
 

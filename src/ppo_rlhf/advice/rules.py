@@ -15,6 +15,8 @@ from ppo_rlhf.advice.curves import Run, in_digits
 from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.rules import Change, Rule
 from ppo_rlhf.evaluation.equal_reward import CERTAIN
+from ppo_rlhf.evaluation.exploitation import EXPLOITS
+from ppo_rlhf.evaluation.since_best import TRAINED_REWARD
 from ppo_rlhf.ppo import kl_alarms
 from ppo_rlhf.ppo.kl_alarms import KL, KL_RULES, MOVED, USUAL_KL_COEF, allowed, scaled, set_to
 
@@ -31,6 +33,8 @@ conf/demo the updates add up to 1.0 times the final KL, and to 66 times the fina
 penalty."""
 FEW = 20
 """A run with fewer iterations than FEW must have ended, or be too slow for its planned end, to count as too slow."""
+LEARNT = 30
+"""A critic has learnt after that many iterations, or at the end of a shorter run."""
 EXPLAINS_NOTHING, EXPLAINS_LITTLE = 0.1, 0.2
 """Limits of val/explained_variance: of its median over the run, and of its mean over the last iterations. A linear fit
 of 384 responses' returns to SmolLM2's last hidden states explains 0.15 of other responses' variance."""
@@ -49,7 +53,6 @@ VALUE_LOSS = "loss/value_avg"
 SKIPPED, STEPS = "optimiser/skipped_steps", "optimiser/steps"
 DISTINCT, DISTINCT_OF_SFT = "eval/distinct_2", "eval/distinct_2_sft"
 SINCE_BEST_SCORE, SINCE_BEST_P = "eval/since_best_score", "eval/since_best_p"
-SINCE_BEST_REWARD = "eval/since_best_reward"
 JUDGE_GAP, JUDGE_GAP_P = "eval/judge_gap", "eval/judge_gap_p"
 EXPLAINED = "val/explained_variance"
 SUCCESS, JUDGED_SUCCESS = "succeeded", "judged_success"
@@ -119,6 +122,9 @@ def _update_too_small(r: Run) -> bool:
 
 
 def _critic_explains_nothing(r: Run) -> bool:
+    """Return whether the critic never explained the returns. A critic that goes on learning has `LEARNT` iterations."""
+    if r.iterations < min(LEARNT, r.planned):
+        return False
     return r.typical(EXPLAINED) < EXPLAINS_NOTHING and r.last(EXPLAINED) < EXPLAINS_LITTLE
 
 
@@ -236,13 +242,13 @@ RULES: tuple[TuningRule, ...] = (
     TuningRule(
         name="reward_hacked",
         stage=Stage.KL,
-        reads=(SINCE_BEST_SCORE, SINCE_BEST_P, SINCE_BEST_REWARD),
-        iterations=10,
-        holds=lambda r: r.fell and r.end(SINCE_BEST_REWARD) >= 0.0,
+        reads=(EXPLOITS, SINCE_BEST_SCORE, SINCE_BEST_P, TRAINED_REWARD),
+        iterations=1,
+        holds=lambda r: r.end(EXPLOITS) == 1.0,
         seen=lambda r: (
             f"Since the best evaluation, SFT's included, the judge's score changed by "
             f"{in_digits(r.end(SINCE_BEST_SCORE))} (by chance with probability {in_digits(r.end(SINCE_BEST_P))}), the "
-            f"reward by {in_digits(r.end(SINCE_BEST_REWARD))}"
+            f"trained reward by {in_digits(r.end(TRAINED_REWARD))}"
         ),
         meaning="the policy exploits its reward, and more training makes the exploit worse",
         change=lambda r: kl_alarms.stronger_penalty(r, 2.0),
@@ -316,7 +322,7 @@ RULES: tuple[TuningRule, ...] = (
         name="critic_explains_nothing",
         stage=Stage.RATES,
         reads=(EXPLAINED, VALUE_LOSS, "ppo.value_model"),
-        iterations=30,
+        iterations=10,
         holds=_critic_explains_nothing,
         seen=lambda r: (
             f"val/explained_variance is {in_digits(r.typical(EXPLAINED))} in the median and "

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
-from ppo_rlhf.evaluation.exploitation import exploitation
+from ppo_rlhf.evaluation.exploitation import evaluated_prompts, exploitation
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitation, PolicyEvaluation, ResolvedJudge
 from ppo_rlhf.evaluation.since_best import since_best
+from ppo_rlhf.evaluation.trained_reward import TrainedReward
 from ppo_rlhf.passes.halvings import Halving, of_evaluations
 from ppo_rlhf.passes.sampling import SamplingSettings
+from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.scoring import RewardScorer
@@ -47,7 +49,8 @@ def evaluator_of(
     `trained` holds the sampling settings of training. `evaluation.temperature` may differ from the temperature of
     training. `halving` lasts longer than the evaluator: a smaller batch is kept from one evaluation to the next.
     """
-    first = prompts.select(range(min(len(prompts), evaluation.iteration_prompts)))
+    used = evaluated_prompts(len(prompts), evaluation.iteration_prompts, evaluation.on_exploitation)
+    first = prompts.select(range(used))
     return Evaluator(
         tokenizer,
         first,
@@ -63,6 +66,7 @@ def evaluator_of(
 
 def evaluate_iteration(
     learner: Learner,
+    shaping: Shaping,
     progress: Progress,
     reference_policy: PreTrainedModel,
     evaluator: Evaluator,
@@ -78,19 +82,19 @@ def evaluate_iteration(
     `sft` is the evaluation of SFT by the same evaluator. `earlier` is the run's log of evaluations; rows of the current
     and of later iterations, which a resumed run repeats, are ignored. `is_greedy` is True if responses are decoded
     greedily. The KL of greedy responses does not estimate the policy's KL, so the row then also gets the KL of training
-    (`TRAINING_KL`). Unless `on_exploitation` is `off`, the row says whether the policy exploits its reward, and a
-    warning is logged if it newly does.
+    (`TRAINING_KL`). With a judge the row says whether the policy exploits its reward; unless `on_exploitation` is
+    `off`, a warning is logged if it newly does.
     """
     evaluated = evaluator.evaluate(learner.policy, reference_policy, against=sft, meet=progress.requests.meet)
     metrics = compare_evaluations(evaluated, sft)
     metrics["eval/verdict"] = conclude(evaluated, sft, by_trained_reward=by_trained_reward)["eval/verdict"]
     before = [row for row in earlier if row["iteration"] < progress.policy_iteration]
-    row = {"iteration": float(progress.policy_iteration), **metrics, **since_best(evaluated, sft, before)}
-    if on_exploitation != "off":
-        found, text = exploitation(row, before, progress.config, on_exploitation)
-        row |= found
-        if text is not None and is_main_process():
-            log.warning("%s", text)
+    trained = TrainedReward(evaluator.scorer, progress.config, shaping.reward_moments, shaping.component_moments)
+    row = {"iteration": float(progress.policy_iteration), **metrics, **since_best(evaluated, sft, before, trained)}
+    found, text = exploitation(row, before, progress.config, on_exploitation)
+    row |= found
+    if text is not None and is_main_process():
+        log.warning("%s", text)
     if is_greedy:
         row[TRAINING_KL] = progress.history[-1]["objective/kl"]
     return row, evaluated

@@ -30,7 +30,7 @@ from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import call_reward_function
-from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
+from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer, Scores
 from ppo_rlhf.runtime.processes import on_main
 from ppo_rlhf.runtime.user_functions import RewardFunction, load_function
 
@@ -98,9 +98,10 @@ class EvaluationConfig:
     sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
     on_exploitation: OnExploitation = "off"
     """What a run does if an evaluation during training finds that the policy exploits its reward: `judge`'s score fell
-    from the best evaluation by more than noise, and the reward did not fall. `warn` says so. `stop` says so, ends
-    training, and exports the policy of the best evaluation, whose checkpoint is kept. At most 2 % of the runs in which
-    nothing falls are warned or stopped."""
+    from the best evaluation by more than noise, and the reward that PPO trains on did not fall. `warn` says so. `stop`
+    says so, ends training, and exports the policy of the best evaluation, whose checkpoint is kept. At most 2 % of the
+    runs in which nothing falls are warned or stopped. With `stop` the evaluations during training use at most half of
+    the held-out prompts, and the verdict on the best evaluation's policy uses the other half."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Number of responses generated or scored, or reference texts read, at a time."""
     prompts_path: str | None = None
@@ -196,6 +197,8 @@ class PolicyEvaluation:
     lengths: NDArray[np.int64]  # number of tokens of each response that the policy wrote, including stop tokens
     terminated: NDArray[np.bool_]  # True where a stop token ended the response
     samples_per_prompt: int = 1  # n, the number of responses sampled for each prompt
+    # The scores by component that `rewards` are the totals of; None if the evaluation was read from a table
+    scores: Scores | None = None
 
     @property
     def deciding_scores(self) -> NDArray[np.float64]:
@@ -205,6 +208,16 @@ class PolicyEvaluation:
     def by_prompt(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return values [N x n] as [N, n], with one row for each prompt."""
         return values.reshape(-1, self.samples_per_prompt)
+
+    def of_prompts(self, is_chosen_N: NDArray[np.bool_]) -> PolicyEvaluation:
+        """Return the evaluation of some of the N prompts, without `scores`; `is_chosen_N` [N] says of which."""
+        rows = np.flatnonzero(np.repeat(is_chosen_N, self.samples_per_prompt))
+        texts = {
+            name: [getattr(self, name)[row] for row in rows] for name in ("prompts", "completions", "response_ids")
+        }
+        arrays = {name: getattr(self, name)[rows] for name in ("rewards", "kl", "lengths", "terminated")}
+        judges, rates = ({name: values[rows] for name, values in each.items()} for each in (self.judges, self.rates))
+        return replace(self, **texts, **arrays, judges=judges, rates=rates, scores=None)
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each response.
@@ -322,6 +335,7 @@ class Evaluator:
             lengths=responses.mask.sum(dim=1).numpy(),
             terminated=responses.terminated.numpy(),
             samples_per_prompt=self.samples_per_prompt,
+            scores=scored,
         )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
-from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, PolicyEvaluation
+from ppo_rlhf.evaluation.policy import PolicyEvaluation
+from ppo_rlhf.evaluation.trained_reward import TrainedReward, reward_parts
 
 CHANCE = 0.05
 """Significance level: a change counts as significant if its probability by chance is lower."""
@@ -20,6 +20,11 @@ the sign-flip test can return is 1 in 5000."""
 SCORES = "scores"
 """Key in the log of evaluations for the deciding scores by prompt. Only rows of evaluations that were the best so far
 have the key."""
+REWARDED = "rewarded"
+"""Key in the same rows for what the trained reward of the evaluation's responses is computed from."""
+TRAINED_REWARD = "eval/since_best_trained_reward"
+PROMPTS = "eval/since_best_prompts"
+"""Key of the number of prompts of the evaluations that the best one is chosen from."""
 
 
 def by_chance(changes_N: NDArray[np.float64]) -> float:
@@ -60,48 +65,32 @@ def at_most(changes_N: NDArray[np.float64]) -> float:
     return math.exp(min(0.0, best.fun))
 
 
-def exploits_reward(policy: PolicyEvaluation, sft: PolicyEvaluation) -> bool:
-    """Return whether the reward rose and the judge's score fell compared with SFT, both significantly (two-sided)."""
-    if JUDGE_COLUMN not in policy.judges:
-        return False
-    changes = (policy.rewards - sft.rewards, sft.deciding_scores - policy.deciding_scores)
-    return all(by_chance(policy.by_prompt(change).mean(axis=1)) < CHANCE / 2.0 for change in changes)
-
-
-def exploits_since_best(history: pd.DataFrame) -> bool:
-    """Return whether the deciding score fell from its best to a run's last evaluation while the reward did not fall.
-
-    The significance level is half of `CHANCE`, as in `exploits_reward`, because the report warns if `exploits_reward`
-    or `exploits_since_best` is true.
-    """
-    last = history.reindex(columns=["eval/since_best_p", "eval/since_best_reward"]).dropna().tail(1)
-    return any(p < CHANCE / 2.0 and reward >= 0.0 for p, reward in last.to_numpy())
-
-
-def least_since_best_p(history: pd.DataFrame) -> float:
-    """Return the lowest `eval/since_best_p` that was possible in a run's last evaluation; 0 without evaluations."""
-    least = history.get("eval/since_best_p_min", pd.Series(dtype=float)).dropna()
-    return float(least.iloc[-1]) if len(least) else 0.0
-
-
 def since_best(
-    policy: PolicyEvaluation, sft: PolicyEvaluation, earlier: Sequence[Mapping[str, Any]]
-) -> dict[str, float | list[float]]:
-    """Return the metrics `eval/since_best_*` of an evaluation during training, and `SCORES` if it is the best so far.
+    policy: PolicyEvaluation,
+    sft: PolicyEvaluation,
+    earlier: Sequence[Mapping[str, Any]],
+    trained: TrainedReward | None = None,
+) -> dict[str, Any]:
+    """Return the metrics `eval/since_best_*` of an evaluation during training, and what to keep if it is the best.
 
-    The best evaluation has the highest mean of the deciding score among SFT's evaluation and the run's `earlier` rows.
-    The probability of a fall from the best evaluation is multiplied by the number of evaluations that it was chosen
-    from (Bonferroni), and the Bonferroni correction holds for any correlation between evaluations. Before the
-    correction the lowest possible probability is 2⁻ⁿ, for a fall on each of n prompts.
+    The best evaluation has the highest mean of the deciding score among SFT's evaluation and the run's `earlier` rows;
+    `SCORES` and `REWARDED` of the best ones are kept, so that later evaluations can be compared with them. The
+    probability of a fall from the best evaluation is multiplied by the number of evaluations that it was chosen from
+    (Bonferroni), and the Bonferroni correction holds for any correlation between evaluations. Before the correction the
+    lowest possible probability is 2⁻ⁿ, for a fall on each of n prompts. `trained` gives `TRAINED_REWARD`; without it,
+    or if the best evaluation's responses were scored by another reward, there is no such metric.
     """
-    first = {SCORES: sft.deciding_scores, "eval/reward": sft.rewards.mean()}
+    first = {SCORES: sft.deciding_scores, REWARDED: reward_parts(sft), "eval/reward": sft.rewards.mean()}
     best = max((first, *(row for row in earlier if SCORES in row)), key=lambda row: np.mean(row[SCORES]))
     change = policy.deciding_scores - np.asarray(best[SCORES])
-    chosen_from = 1 + len(earlier)
-    metrics = {
+    chosen_from, parts = 1 + len(earlier), reward_parts(policy)
+    metrics: dict[str, Any] = {
         "eval/since_best_score": float(change.mean()),
         "eval/since_best_reward": float(policy.rewards.mean() - best["eval/reward"]),
         "eval/since_best_p": min(1.0, chosen_from * by_chance(-change)),
         "eval/since_best_p_min": min(1.0, chosen_from * 0.5 ** len(change)),
+        PROMPTS: float(len(change)),
     }
-    return metrics | ({SCORES: policy.deciding_scores.tolist()} if change.mean() > 0.0 else {})
+    if trained is not None and (rise := trained.rise(parts, best.get(REWARDED, {}))) is not None:
+        metrics[TRAINED_REWARD] = rise
+    return metrics | ({SCORES: policy.deciding_scores.tolist(), REWARDED: parts} if change.mean() > 0.0 else {})

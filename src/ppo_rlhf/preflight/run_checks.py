@@ -256,7 +256,7 @@ def check_prompts(run: RunRequest) -> None:
         split_held_out(run.data["raw_prompts"], run.data.get("raw_evaluation_prompts"), settings)
     evaluation, held_out = run.group("evaluation", EvaluationConfig), run.data.get("evaluation_prompt_dataset")
     if ppo is not None and evaluation is not None and held_out is not None and run.writes(EVALUATION_METRICS):
-        check_evaluated_prompts(min(len(held_out), evaluation.iteration_prompts), ppo, evaluation.on_exploitation)
+        check_evaluated_prompts(len(held_out), evaluation.iteration_prompts, ppo, evaluation.on_exploitation)
 
 
 REQUEST_CHECKS = (

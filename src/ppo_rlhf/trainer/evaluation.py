@@ -16,10 +16,17 @@ from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
-from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
-from ppo_rlhf.evaluation.policy import EvaluationConfig, OnExploitation, PolicyEvaluation, ResolvedJudge
-from ppo_rlhf.evaluation.since_best import SCORES
+from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts, evaluated_prompts
+from ppo_rlhf.evaluation.policy import (
+    EvaluationConfig,
+    Evaluator,
+    OnExploitation,
+    PolicyEvaluation,
+    ResolvedJudge,
+)
+from ppo_rlhf.evaluation.since_best import REWARDED, SCORES
 from ppo_rlhf.ppo.batch_sampling import Sampler
+from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.config import RewardConfig
@@ -104,6 +111,9 @@ def take_held_out(
 class HeldOut:
     """Evaluates a trainer's policy on all held-out prompts, with one response per prompt.
 
+    With `on_exploitation=stop` the first half of the prompts is evaluated while training. If the policy of the best
+    evaluation was loaded, it is evaluated on the other half, which took no part in the choice.
+
     Attributes:
         rows: One row per evaluated iteration, oldest first, as in the pipeline's log: `iteration`, the `eval/*`
             metrics, and `scores` if the iteration was the best so far.
@@ -113,6 +123,7 @@ class HeldOut:
         self,
         learner: Learner,
         sampler: Sampler,
+        shaping: Shaping,
         progress: Progress,
         reference_policy: PreTrainedModel,
         prompts: PromptDataset,
@@ -135,19 +146,25 @@ class HeldOut:
                 f"PPOTrainer: on_exploitation={on_exploitation}, but the judge is the reward, which cannot show that "
                 "the policy exploits it; give another function as judge"
             )
-        check_evaluated_prompts(len(prompts), learner.config, on_exploitation)
+        check_evaluated_prompts(len(prompts), len(prompts), learner.config, on_exploitation)
         description = "the reward" if judge is None else "the judge"
-        self._evaluator = evaluator_of(
-            sampler.tokenizer,
-            prompts,
-            scorer,
-            learner.config,
-            trained=sampler.settings,
-            evaluation=EvaluationConfig(iteration_prompts=len(prompts)),
-            judge=ResolvedJudge(judge=judge, rates={}, description=description),
-            halving=sampler.evaluation_halving,
+        used = evaluated_prompts(len(prompts), len(prompts), on_exploitation)
+        chosen_by = {*prompts.texts[:used]}
+        others = [row for row, text in enumerate(prompts.texts) if text not in chosen_by]
+        self._evaluator, self._unchosen = (
+            evaluator_of(
+                sampler.tokenizer,
+                part,
+                scorer,
+                learner.config,
+                trained=sampler.settings,
+                evaluation=EvaluationConfig(iteration_prompts=max(1, len(part))),
+                judge=ResolvedJudge(judge=judge, rates={}, description=description),
+                halving=sampler.evaluation_halving,
+            )
+            for part in (prompts.select(range(used)), prompts.select(others))
         )
-        self._learner, self._progress = learner, progress
+        self._learner, self._shaping, self._progress = learner, shaping, progress
         self._reference, self._by_reward = reference_policy, by_reward
         self.on_exploitation = on_exploitation
         self.rows: list[dict[str, Any]] = []
@@ -158,23 +175,19 @@ class HeldOut:
 
     def evaluate(self, directory: Path | None = None) -> Evaluated:
         """Evaluate the current policy; add the metrics to `rows`, and to the evaluation log in `directory` unless it is
-        None.
+        None. The evaluation of a policy that was chosen by `rows` is not added to them.
+
+        Raises:
+            DataError: The policy was chosen, and no other prompts than those that chose it are left.
         """
-        row, evaluated = evaluate_iteration(
-            self._learner,
-            self._progress,
-            self._reference,
-            self._evaluator,
-            self._sft,
-            self.rows,
-            by_trained_reward=self._by_reward,
-            on_exploitation=self.on_exploitation,
-        )
+        if self._progress.loaded_iteration is not None:
+            sft = self._unchosen.evaluate(self._reference, None, device=self._learner.device)
+            return _evaluated(*self._evaluate(self._unchosen, sft, [], "off"), sft)
+        row, evaluated = self._evaluate(self._evaluator, self._sft, self.rows, self.on_exploitation)
         self.rows = [*(earlier for earlier in self.rows if earlier["iteration"] != row["iteration"]), row]
         if directory is not None and is_main_process():
             add_evaluation(directory, row)
-        sft_columns = {"sft_response": self._sft.completions, "sft_score": self._sft.deciding_scores}
-        return Evaluated(_metrics(row), evaluated.to_frame().assign(**sft_columns))
+        return _evaluated(row, evaluated, self._sft)
 
     def resume(self, directory: Path, iteration: int) -> None:
         """Read the evaluations up to `iteration` from the evaluation log in `directory` into `rows`.
@@ -182,15 +195,36 @@ class HeldOut:
         Scores that another number of prompts got, as in a run of the pipeline, are not compared.
         """
         rows = [row for row in read_evaluations(directory) if row["iteration"] <= iteration]
-        of_these = len(self._evaluator.prompts)
-        self.rows = [
-            {name: value for name, value in row.items() if name != SCORES or len(value) == of_these} for row in rows
-        ]
+        for row in rows:
+            if len(row.get(SCORES, ())) != len(self._evaluator.prompts):
+                row.pop(SCORES, None)
+                row.pop(REWARDED, None)
+        self.rows = rows
 
     def with_evaluations(self, history: list[dict[str, float]]) -> list[dict[str, float]]:
         """Return a run's history; rows of evaluated iterations also have the `eval/*` metrics."""
         evaluations = {row["iteration"]: row for row in self.rows}
         return [row | _metrics(evaluations.get(row["iteration"], {})) for row in history]
+
+    def _evaluate(
+        self, evaluator: Evaluator, sft: PolicyEvaluation, earlier: list[dict[str, Any]], action: OnExploitation
+    ) -> tuple[dict[str, Any], PolicyEvaluation]:
+        return evaluate_iteration(
+            self._learner,
+            self._shaping,
+            self._progress,
+            self._reference,
+            evaluator,
+            sft,
+            earlier,
+            by_trained_reward=self._by_reward,
+            on_exploitation=action,
+        )
+
+
+def _evaluated(row: dict[str, Any], evaluated: PolicyEvaluation, sft: PolicyEvaluation) -> Evaluated:
+    sft_columns = {"sft_response": sft.completions, "sft_score": sft.deciding_scores}
+    return Evaluated(_metrics(row), evaluated.to_frame().assign(**sft_columns))
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float]:

@@ -168,6 +168,7 @@ class PPOTrainer:
             self.held_out = HeldOut(
                 self.state.learner,
                 self.state.sampler,
+                self.state.shaping,
                 self.state.progress,
                 self.reference_policy,
                 held_out,

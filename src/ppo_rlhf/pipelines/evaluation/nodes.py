@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pandas as pd
 from datasets import Dataset
 from torch import nn
@@ -21,10 +22,10 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
 from ppo_rlhf.data.readable_prompts import readable_prompts
 from ppo_rlhf.evaluation.comparison import before_after, compare_evaluations, conclude, sample_pairs
-from ppo_rlhf.evaluation.exploitation import stopped_at
+from ppo_rlhf.evaluation.exploitation import exploits_at_end, stopped_at, untested_p
 from ppo_rlhf.evaluation.perplexity import PPO, SFT, TOKENS, compare_perplexity, perplexity_row, text_losses
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, PolicyEvaluation, check_vocabularies, resolve_judge
-from ppo_rlhf.evaluation.since_best import exploits_reward, exploits_since_best, least_since_best_p
+from ppo_rlhf.evaluation.verdict import LEVELS, MIN_PROMPTS, Verdict
 from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
@@ -204,7 +205,8 @@ def compare_policies(
     ppo_evaluation: pd.DataFrame,
     reference_losses: pd.DataFrame,
     sft_policy: PretrainedHandle,
-    evaluation_prompts: pd.DataFrame,
+    chosen_prompts: pd.DataFrame,
+    evaluation_prompts: pd.DataFrame | None,
     trained_prompts: int,
     training_history: pd.DataFrame,
     ppo: PPOConfig,
@@ -213,34 +215,48 @@ def compare_policies(
 ) -> dict[str, object]:
     """Compare the two policies: win rate with its interval, verdict, means, diversity, perplexity of reference texts.
 
+    A policy that was chosen as its run's best evaluation is compared on the prompts that took no part in the choice:
+    noise favoured it on the others. With fewer than `MIN_PROMPTS` of them no winner is named.
+
     Returns:
         `evaluation_summary`: the eval/* metrics, the verdict with its reasons (`conclude`), `decided_by` (who decided
-        the win rate), `exploits_reward` and `exploits_since_best` (results of the functions with these names),
-        `stopped_after` and `exported_iteration` (only of a run that an evaluation stopped, see `stopped_at`),
+        the win rate), `exploits` (`exploits_at_end`), `untested_p` (only if the last evaluation of training could show
+        no fall), `stopped_after`, `exported_iteration` and `choice_prompts` (only of a run that an evaluation stopped,
+        see `stopped_at`) with `unchosen_prompts` (the prompts that took no part in the choice, if there was one),
         `rollout_halvings` and `update_halvings` (only where memory ran out while training),
-        `since_best_p_min` (the lowest value of `eval/since_best_p` that the last evaluation could have given),
         `trained_prompts` (the number of evaluation prompts that PPO trained on), `reference_texts` (their number, if
         there are any), and `conditions` (two runs' win rates
         can be compared only if the runs have equal `conditions`).
         `before_after`: a table with one row for each measure, and the values of SFT and of PPO.
     """
     sft, policy = PolicyEvaluation.from_frame(sft_evaluation), PolicyEvaluation.from_frame(ppo_evaluation)
-    judge = resolve_judge(evaluation)
+    judge, stopped = resolve_judge(evaluation), stopped_at(training_history)
+    by_trained_reward = reward.is_judge(judge.reference)
+    if stopped.get("exported_iteration"):
+        took_part = np.ones(len(chosen_prompts), dtype=bool)
+        if evaluation_prompts is not None:
+            took_part = _are_among(chosen_prompts, evaluation_prompts.head(stopped["choice_prompts"])).to_numpy()
+        stopped["unchosen_prompts"] = int((~took_part).sum())
+        if stopped["unchosen_prompts"] >= MIN_PROMPTS:
+            sft, policy = sft.of_prompts(~took_part), policy.of_prompts(~took_part)
+            chosen_prompts = chosen_prompts[~took_part]
+    concluded = conclude(policy, sft, by_trained_reward=by_trained_reward)
+    if stopped.get("unchosen_prompts", MIN_PROMPTS) < MIN_PROMPTS:
+        concluded |= {"verdict": Verdict.TOO_FEW_PROMPTS, "eval/verdict": LEVELS[Verdict.TOO_FEW_PROMPTS]}
     metrics = compare_evaluations(policy, sft, evaluation.pass_at) | compare_perplexity(reference_losses)
-    stopped = stopped_at(training_history)
+    untested = untested_p(training_history)
     context: dict[str, Any] = {
-        **conclude(policy, sft, by_trained_reward=reward.is_judge(judge.reference)),
+        **concluded,
         "decided_by": judge.description,
-        "exploits_reward": exploits_reward(policy, sft),
-        "exploits_since_best": not stopped and exploits_since_best(training_history),
+        "exploits": not stopped and exploits_at_end(training_history),
+        **({} if stopped or untested is None else {"untested_p": untested}),
         **stopped,
         **_halvings(training_history),
-        "since_best_p_min": least_since_best_p(training_history),
         "trained_prompts": trained_prompts,
         **({} if reference_losses.empty else {"reference_texts": len(reference_losses)}),
         "conditions": {
             "start_model": sft_policy.fingerprint(),
-            "prompts": _digest(_without_date(evaluation_prompts, sft_policy).to_json(orient="values").encode()),
+            "prompts": _digest(_without_date(chosen_prompts, sft_policy).to_json(orient="values").encode()),
             "judge": f"{judge.description} ({_code(judge.reference)})",
             "sampling": _drawn(ppo, evaluation),
         },

@@ -39,6 +39,7 @@ def create_pipeline() -> Pipeline:
                 "reference_losses",
                 "sft_policy",
                 "chosen_prompts",
+                "evaluation_prompts",
                 "trained_prompts",
                 "training_history",
                 *settings,

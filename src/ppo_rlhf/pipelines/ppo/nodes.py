@@ -167,8 +167,8 @@ def evaluate_reference_policy(
         DataError: `evaluation.pass_at` is set, and a deciding score is neither 0 nor 1. This node checks the scores so
             that the run fails before training.
     """
-    prompts = min(len(evaluation_prompt_dataset), evaluation.iteration_prompts)
-    check_evaluated_prompts(prompts, ppo_config, evaluation.on_exploitation)
+    held_out = len(evaluation_prompt_dataset)
+    check_evaluated_prompts(held_out, evaluation.iteration_prompts, ppo_config, evaluation.on_exploitation)
     evaluator = evaluator_of(
         policy.tokenizer,
         evaluation_prompt_dataset,
@@ -265,6 +265,7 @@ def evaluate_iteration(
     )
     row, _ = during_training.evaluate_iteration(
         state.learner,
+        state.shaping,
         state.progress,
         reference_policy,
         evaluator,
