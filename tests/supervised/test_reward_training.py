@@ -220,13 +220,13 @@ def test_a_low_accuracy_is_warned_of_and_pairs_longer_than_the_context_are_left_
 @pytest.mark.parametrize(
     ("accuracy", "number", "level", "said"),
     [
-        (0.5, 8, logging.INFO, "puts 50.0% (95 % interval 21.5% to 78.5%) in the right order: too few pairs to tell"),
+        (0.5, 8, logging.INFO, "puts 50.0% (95 % interval 21.5% to 78.5%) of 8 held-out pairs in the right order: too few"),
         (0.875, 8, logging.INFO, "too few pairs to tell whether that is above 65 %"),
         (
             0.6,
             1000,
             logging.WARNING,
-            "of 1000 held-out pairs the reward model puts 60.0% (95 % interval 56.9% to 63.0%)",
+            "60.0% (95 % interval 56.9% to 63.0%) of 1000 held-out pairs in the right order. Below 65 %",
         ),
         (0.75, 1000, None, ""),
     ],
@@ -244,7 +244,7 @@ def test_few_held_out_pairs_rarely_warn_of_a_reliable_reward_model(caplog):
     for number in (8, 24, 100, 400):
         for right in rng.binomial(number, 0.65, 500):
             warned += accuracy_interval(right / number, number).high < RELIABLE_ACCURACY
-    assert warned <= binom.ppf(0.999, 2000, 0.03)
+    assert warned <= binom.ppf(0.999, 2000, 0.05)
 
 
 def test_all_pairs_of_a_prompt_go_to_one_side():

@@ -241,7 +241,7 @@ def short_enough(preferences: pd.DataFrame, limit: int | None) -> pd.DataFrame:
 
 
 def _check_accuracy(rate: WinRate, pairs: int, minimum: float) -> None:
-    text = f"of {pairs} held-out pairs the reward model puts {say_accuracy(rate)} in the right order"
+    text = f"the reward model puts {say_accuracy(rate)} of {pairs} held-out pairs in the right order"
     if rate.rate < minimum:
         raise TrainingError(
             f"reward_modelling: {text}, below minimum_accuracy={minimum}. Give more pairs, change learning_rate or "
