@@ -124,12 +124,12 @@ def test_at_most_two_per_cent_of_runs_without_a_change_are_said_to_have_fallen(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [64, 512])
-@pytest.mark.parametrize("evaluations", [150, 300, 1000])
-def test_at_least_four_fifths_of_the_falls_of_four_standard_errors_are_said(evaluations, prompts):
+@pytest.mark.parametrize("evaluations", [20, 150, 300])
+def test_at_least_four_fifths_of_the_falls_of_five_standard_errors_are_said(evaluations, prompts):
     """Of the change's standard error; the best evaluation is one that noise favoured, which adds to the fall."""
     rng, found = np.random.default_rng([evaluations, prompts]), []
     for _ in range(50):
         judge = noisy_scores(rng, "normal", evaluations, prompts)
-        judge[-1] -= 4.0 * 0.8 * math.sqrt(2.0 / prompts)
+        judge[-1] -= 5.0 * 0.8 * math.sqrt(2.0 / prompts)
         found.append(SAID in " ".join(said_of(last_row(judge))))
     assert np.mean(found) >= 0.8

@@ -88,7 +88,7 @@ def test_the_rise_is_that_of_what_ppo_pays(components, how, settings):
     for _ in range(2):
         state = run.state
         scores, ended, tokens, expected = paid(run)
-        trained = TrainedReward(run.scorer, run.config, state.reward_moments, state.component_moments)
+        trained = TrainedReward(run.scorer, run.config, state.shaping.reward_moments, state.shaping.component_moments)
         before, now = (reward_parts(each) for each in halves(scores, ended, tokens))
         rise = expected[len(expected) // 2 :].mean() - expected[: len(expected) // 2].mean()
         assert trained.rise(now, before) == pytest.approx(rise, abs=1e-9)

@@ -96,7 +96,7 @@ def test_a_stop_at_exploitation_that_was_killed_at_each_step_exports_the_policy_
         "ppo.value_model=separate,ppo.eval_interval=1,ppo.save_total_limit=1,ppo.total_episodes=768,"
         "ppo.per_device_train_batch_size=32,ppo.local_rollout_forward_batch_size=64,ppo.learning_rate=0.02,"
         "ppo.value_learning_rate=0.01,ppo.kl_coef=0.0,ppo.missing_eos_penalty=null,ppo.num_ppo_epochs=8,"
-        "prompts.max_held_out=32,evaluation.iteration_prompts=32,"
+        "prompts.max_held_out=64,evaluation.iteration_prompts=32,"
         "evaluation.judge=own:some_stops,evaluation.on_exploitation=stop"
     )
     whole, project = run(make(**reward), params), make(**reward)

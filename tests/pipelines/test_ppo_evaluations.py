@@ -36,7 +36,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def evaluator(*given: Any, halving: Any, **named: Any) -> SimpleNamespace:
         halvings.append(halving)
-        return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1])
+        return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1], scorer=None)
 
     measured_now: list[Any] = []
     halvings: list[Any] = []
@@ -50,6 +50,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         state = bare_state(99, iteration, eval_interval=1)
         state.learner = SimpleNamespace(policy=None)
         state.sampler = SimpleNamespace(tokenizer=None, settings=None, evaluation_halving=HALVING)
+        state.shaping = SimpleNamespace(reward_moments=None, component_moments={})
         state.progress.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
         row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)

@@ -220,7 +220,12 @@ def test_a_low_accuracy_is_warned_of_and_pairs_longer_than_the_context_are_left_
 @pytest.mark.parametrize(
     ("accuracy", "number", "level", "said"),
     [
-        (0.5, 8, logging.INFO, "puts 50.0% (95 % interval 21.5% to 78.5%) of 8 held-out pairs in the right order: too few"),
+        (
+            0.5,
+            8,
+            logging.INFO,
+            "puts 50.0% (95 % interval 21.5% to 78.5%) of 8 held-out pairs in the right order: too few",
+        ),
         (0.875, 8, logging.INFO, "too few pairs to tell whether that is above 65 %"),
         (
             0.6,

@@ -212,12 +212,19 @@ class PolicyEvaluation:
     def of_prompts(self, is_chosen_N: NDArray[np.bool_]) -> PolicyEvaluation:
         """Return the evaluation of some of the N prompts, without `scores`; `is_chosen_N` [N] says of which."""
         rows = np.flatnonzero(np.repeat(is_chosen_N, self.samples_per_prompt))
-        texts = {
-            name: [getattr(self, name)[row] for row in rows] for name in ("prompts", "completions", "response_ids")
-        }
-        arrays = {name: getattr(self, name)[rows] for name in ("rewards", "kl", "lengths", "terminated")}
-        judges, rates = ({name: values[rows] for name, values in each.items()} for each in (self.judges, self.rates))
-        return replace(self, **texts, **arrays, judges=judges, rates=rates, scores=None)
+        return replace(
+            self,
+            prompts=[self.prompts[row] for row in rows],
+            completions=[self.completions[row] for row in rows],
+            response_ids=[self.response_ids[row] for row in rows],
+            rewards=self.rewards[rows],
+            judges={name: values[rows] for name, values in self.judges.items()},
+            rates={name: values[rows] for name, values in self.rates.items()},
+            kl=self.kl[rows],
+            lengths=self.lengths[rows],
+            terminated=self.terminated[rows],
+            scores=None,
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each response.

@@ -15,8 +15,10 @@ from ppo_rlhf.evaluation.trained_reward import TrainedReward, reward_parts
 CHANCE = 0.05
 """Significance level: a change counts as significant if its probability by chance is lower."""
 RESAMPLES = 4_999
-"""Largest number of sign patterns that the sign-flip test draws. With that many patterns, the smallest probability that
-the sign-flip test can return is 1 in 5000."""
+"""Number of sign patterns that the sign-flip test draws first. With that many patterns, the smallest share that it can
+find is 1 in 5000; if it finds that, it draws `FINER` times as many, unless the bound `at_most` is below what these can
+find."""
+FINER = 40
 SCORES = "scores"
 """Key in the log of evaluations for the deciding scores by prompt. Only rows of evaluations that were the best so far
 have the key."""
@@ -32,7 +34,7 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
 
     The sign-flip test (Fisher 1935, The Design of Experiments, section 21) uses that noise makes each prompt's change
     as likely as its opposite, whatever the distribution of scores. The result is 1 for a single prompt. Drawn sign
-    patterns cannot give a probability below 1 in 5000, which is too coarse if the change is tested against many
+    patterns cannot give a probability below 1 in their number, which is too coarse if the change is tested against many
     evaluations, so the function returns the drawn share or the bound `at_most`, whichever is smaller.
     """
     if len(changes_N) < 2:
@@ -40,8 +42,13 @@ def by_chance(changes_N: NDArray[np.float64]) -> float:
     from scipy.stats import permutation_test
 
     kind: dict[str, Any] = {"permutation_type": "samples", "alternative": "greater"}
-    drawn = permutation_test((changes_N,), np.mean, n_resamples=RESAMPLES, batch=1000, rng=0, **kind).pvalue
-    return min(float(drawn), at_most(changes_N))
+    bound, drawn = at_most(changes_N), 1.0
+    for seed, resamples in enumerate((RESAMPLES, FINER * RESAMPLES)):
+        how = {"n_resamples": resamples, "batch": 1000, "rng": seed, **kind}
+        drawn = float(permutation_test((changes_N,), np.mean, **how).pvalue)
+        if drawn > 1.0 / RESAMPLES or bound < 1.0 / (FINER * RESAMPLES):
+            break
+    return min(drawn, bound)
 
 
 def at_most(changes_N: NDArray[np.float64]) -> float:
