@@ -34,7 +34,7 @@ def test_the_newer_answer_of_a_person_counts_whatever_its_time_looks_like(older:
 
 
 @pytest.mark.parametrize(
-    "time", ["02/01/2026 10:00", "31.12.2026", "10:00", "yesterday", "2026-13-01", "20260102", 12.5]
+    "time", ["02/01/2026 10:00", "31.12.2026", "10:00", "yesterday", "2026-13-01", "20260102", 12.5, "٢٠٢٦٠١٠٢٠٣"]
 )
 def test_what_is_no_time_is_refused_in_one_line(time: Any) -> None:
     with pytest.raises(DataError, match=r"^a\.csv: row 1: time=.* is no time\. Give ISO 8601, such as \S+, or [^\n]*$"):
@@ -61,6 +61,12 @@ def test_people_are_told_apart_by_either_name_of_the_column(name: str) -> None:
 def test_answers_of_which_none_is_known_to_be_the_newest_are_refused(rows: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(DataError, match=rf"^a\.csv: .*{reason}"):
         answers_of([{"number": 1, **row} for row in rows], "a.csv")
+
+
+@pytest.mark.parametrize("number", ["٣", "1_0", " 3", "3.5", "-3", "", None])
+def test_a_number_that_no_pair_has_is_refused(number: Any) -> None:
+    with pytest.raises(DataError, match=r"^a\.csv: row 0: number=.* is not the number of a pair\."):
+        answers_of([{"number": number, "answer": "A"}], "a.csv")
 
 
 def test_columns_that_are_not_read_are_named(caplog: Any) -> None:

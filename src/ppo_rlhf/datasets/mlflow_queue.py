@@ -6,6 +6,7 @@ rest of the package reads and writes: a queue shows pairs of such a file, and it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def _traces(queue: str, experiment: str) -> list[Any]:
     search = mlflow.MlflowClient().search_traces
     query = f"tags.`{QUEUE_TAG}` = '{queue}'"
     found = _pages(search, locations=[experiment], filter_string=query, include_spans=False)
-    traces = [trace.info for trace in found if trace.info.tags.get(NUMBER_TAG, "").isdecimal()]
+    traces = [trace.info for trace in found if re.fullmatch("[0-9]+", trace.info.tags.get(NUMBER_TAG, ""))]
     return sorted(traces, key=lambda info: info.request_time)
 
 

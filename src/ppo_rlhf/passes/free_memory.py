@@ -118,7 +118,7 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
         limit, used = (int((cgroup / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         stat = cgroup / "memory.stat"
         kinds = stat.read_text(encoding="ascii") if stat.is_file() else ""
-        cached = re.search(r"^inactive_file (\d+)$", kinds, re.MULTILINE)
+        cached = re.search(r"^inactive_file ([0-9]+)$", kinds, re.MULTILINE)
         host = min(host, max(0, limit - used + int(cached[1] if cached else 0)))
     # The process is in no control group (cgroup), or the cgroup has no memory limit (`max`)
     except (OSError, ValueError):

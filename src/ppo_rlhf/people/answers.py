@@ -71,7 +71,7 @@ def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dic
     for row, each in enumerate(table):
         columns |= dict.fromkeys(each)
         number = each[NUMBER]
-        if not isinstance(number, int | str | float) or not re.fullmatch(r"\d+(\.0)?", str(number)):
+        if not isinstance(number, int | str | float) or not re.fullmatch(r"[0-9]+(\.0)?", str(number)):
             raise DataError(f"{source}: row {row}: number={number!r} is not the number of a pair. Give it as exported.")
         time = _read_time(each.get(TIME), f"{source}: row {row}")
         persons = [str(each[name]) for name in (PERSON, ANNOTATOR) if each.get(name) not in (None, "")]
@@ -141,10 +141,10 @@ def _read_time(value: Any, where: str) -> datetime | None:
         return None
     text = str(value).strip()
     try:
-        if re.fullmatch(r"\d{9,10}(\.\d*)?|\d{12,13}(\.0*)?", text):
+        if re.fullmatch(r"[0-9]{9,10}(\.[0-9]*)?|[0-9]{12,13}(\.0*)?", text):
             number = float(text)
             return datetime.fromtimestamp(number / 1000 if number >= 1e11 else number, UTC)
-        if not re.match(r"\d{4}-\d\d-\d\d([T ]|$)", text):
+        if not re.match(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ]|$)", text):
             raise ValueError(text)
         time = datetime.fromisoformat(text)
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).astimezone(UTC)
