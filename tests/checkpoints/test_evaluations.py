@@ -1,9 +1,13 @@
 """The log of a run's evaluations chooses its best checkpoint."""
 
+import math
+import re
+
 import pytest
 
-from ppo_rlhf.checkpoints.evaluations import add_evaluation, best_iteration, best_saved, read_evaluations
+from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, best_iteration, best_saved, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_name
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.runtime.names import TRAINING_KL
 
 
@@ -33,6 +37,40 @@ def test_an_iteration_that_is_evaluated_again_has_only_its_new_row(tmp_path):
     for evaluated in (row(10, 1.0, 0.5), row(20, 1.0, 0.9), row(20, 2.0, 0.3)):
         add_evaluation(tmp_path, evaluated)
     assert read_evaluations(tmp_path) == [row(10, 1.0, 0.5), row(20, 2.0, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ('"eval/reward": 0.9', '"eval/reward": 0.1'),  # a flipped bit or two
+        ("0.25", "0.24"),
+        (r",\n   0.25", ""),  # fewer scores
+        ('"iteration": 20.0', '"iteration": 21.0'),
+        ('"sha256": "', '"sha256": "0'),
+        ('"sha256"', '"md5"'),
+    ],
+)
+def test_a_log_that_differs_from_what_was_written_is_damaged(tmp_path, written, found):
+    add_evaluation(tmp_path, row(10, 1.0, 0.5))
+    add_evaluation(tmp_path, row(20, 1.0, 0.9, scores=[0.5, 0.25]))
+    file = tmp_path / EVALUATIONS
+    changed = re.sub(written, found, file.read_text())
+    assert changed != file.read_text()
+    file.write_text(changed)
+    for read in (read_evaluations, lambda folder: best_saved(folder, kl_alarm=20.0)):
+        with pytest.raises(CheckpointError, match=rf"^{re.escape(str(file))}: damaged \(row [12] differs"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"eval/reward": math.nan}, {"eval/judge_score": math.inf}, {"eval/kl": math.nan}, {"iteration": "20"}],
+)
+def test_no_evaluation_decides_by_what_is_no_finite_number(tmp_path, values):
+    """Of NaN and a number, Python's `max` returns the first."""
+    add_evaluation(tmp_path, row(10, 1.0, 0.5) | values)
+    with pytest.raises(CheckpointError, match=r"damaged \(.*number"):
+        read_evaluations(tmp_path)
 
 
 def test_the_best_saved_one_may_be_the_newest_and_is_none_that_comes_after_it(tmp_path):

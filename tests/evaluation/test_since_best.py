@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
 from scipy.stats import binom, ttest_1samp
 
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
 from ppo_rlhf.evaluation.since_best import SCORES, at_most, by_chance, since_best
 from tests.evaluation.test_comparison import evaluation as measured
@@ -82,6 +84,15 @@ def test_the_best_is_the_highest_mean_of_sft_and_of_the_earlier_evaluations():
     assert found["eval/since_best_reward"] == 1.25
     assert found["eval/since_best_p"] == pytest.approx(4 * (1 / 16))  # chosen from three and SFT's
     assert SCORES not in found
+
+
+@pytest.mark.parametrize("scores", [[1.0], [], [[1.0], [1.0], [1.0], [1.0]], [1.0] * 5, [1.0, 1.0, 1.0, math.nan]])
+def test_scores_of_other_prompts_are_never_compared(scores):
+    """NumPy would compare a single score with each of the four."""
+    sft = evaluation([0, 0, 0, 0], [1, 1, 1, 1])
+    earlier = [{"iteration": 20.0, "eval/reward": 0.0, SCORES: scores}]
+    with pytest.raises(CheckpointError, match=rf"^evaluations\.json: iteration 20 has {np.size(scores)} scores, .* 4;"):
+        since_best(sft, sft, earlier)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
+from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_same_evaluations_and_keeps_the_best_checkpoint(tm
     best = int(max(rows, key=lambda row: (row["eval/reward"], row["iteration"]))["iteration"])
     saved = sorted(path.name for path in (tmp_path / "whole").glob("iteration_*"))
     assert saved == sorted({f"iteration_{best:06d}", "iteration_000005"})
-    assert json.loads((tmp_path / "whole" / "evaluations.json").read_text()) == rows
+    assert read_evaluations(tmp_path / "whole") == rows
 
     class StopError(Exception):
         pass
@@ -205,7 +205,8 @@ def test_a_resumed_run_keeps_its_evaluation_prompts(tmp_path: Path):
 def test_scores_of_another_number_of_prompts_are_not_compared(tmp_path: Path):
     """A run of the pipeline has its own prompts, and its checkpoint does not name them."""
     rows = [{"iteration": 1.0, "scores": [0.5] * 3}, {"iteration": 2.0, "scores": [0.5] * len(HELD_OUT)}]
-    (tmp_path / "evaluations.json").write_text(json.dumps(rows))
+    for row in rows:
+        add_evaluation(tmp_path, row)
     held_out = trainer_of().held_out
     held_out.resume(tmp_path, 2)  # type: ignore[union-attr]
     assert held_out.rows == [{"iteration": 1.0}, rows[1]]  # type: ignore[union-attr]

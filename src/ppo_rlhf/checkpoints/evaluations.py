@@ -5,7 +5,9 @@ All evaluations are in one JSON file. The completions of each sampled iteration 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,15 @@ from ppo_rlhf.runtime.whole_files import discard, written_whole
 
 EVALUATIONS, COMPLETIONS = "evaluations.json", "completions"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")
+_DECIDING = (*RANKED_BY, "eval/judge_score", TRAINING_KL)
+_DIGEST = "sha256"
+"""Key in each stored row: the SHA-256 of the rest of the row."""
 
 
 def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
     """Return the evaluations that were logged in a run's directory, oldest first, or an empty list without a log.
 
-    Each row must have numbers for the keys in `needed`.
+    Each row must be as it was written, and have the keys in `needed`. The numbers that decide are finite.
 
     Raises:
         CheckpointError: The log of evaluations is damaged. If a damaged log counted as empty, the next evaluation would
@@ -35,12 +40,19 @@ def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> 
         return []
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(isinstance(row[name], int | float) for row in rows for name in needed):
-            raise TypeError(f"the log must be a list of rows with numbers for {', '.join(needed)}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise TypeError("the log must be a list of rows")
+        for number, row in enumerate(rows, 1):
+            if row.pop(_DIGEST, None) != _digest(row):
+                raise ValueError(f"row {number} differs from its SHA-256")
+            if odd := [name for name in needed if name not in row] + [
+                name for name in _DECIDING if not math.isfinite(row.get(name, 0.0))
+            ]:
+                raise ValueError(f"row {number} has no finite number {odd[0]}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: damaged ({error}). Repair the file, or move it away: the run then continues, but no longer knows "
-            "which checkpoint was its best, and may delete the best checkpoint"
+            f"{path}: damaged ({error}). Restore the file, or move it away: the run then continues, but no longer "
+            "knows which checkpoint was its best, and may delete the best checkpoint"
         ) from None
     return rows
 
@@ -53,8 +65,13 @@ def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
         OSError: The log of evaluations cannot be written.
     """
     rows = [row for row in read_evaluations(directory) if row["iteration"] != evaluation["iteration"]] + [evaluation]
+    stored = [{**row, _DIGEST: _digest(row)} for row in rows]
     with written_whole(directory / EVALUATIONS) as draft:
-        draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        draft.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row).encode()).hexdigest()
 
 
 def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> int | None:

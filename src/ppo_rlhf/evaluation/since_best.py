@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.policy import PolicyEvaluation
 from ppo_rlhf.evaluation.trained_reward import TrainedReward, reward_parts
 
@@ -86,7 +87,18 @@ def since_best(
     (Bonferroni), and the Bonferroni correction holds for any correlation between evaluations. Before the correction the
     lowest possible probability is 2⁻ⁿ, for a fall on each of n prompts. `trained` gives `TRAINED_REWARD`; without it,
     or if the best evaluation's responses were scored by another reward, there is no such metric.
+
+    Raises:
+        CheckpointError: A row of `earlier` has scores of another number of prompts, or a score that is not finite.
     """
+    for row in earlier:
+        scores = np.asarray(row.get(SCORES, policy.deciding_scores))
+        if scores.shape != policy.deciding_scores.shape or not np.isfinite(scores).all():
+            raise CheckpointError(
+                f"evaluations.json: iteration {row['iteration']:.0f} has {scores.size} scores, and this evaluation "
+                f"{policy.deciding_scores.size}; both must have one finite score for each of the same prompts. Start a "
+                "new run"
+            )
     first = {SCORES: sft.deciding_scores, REWARDED: reward_parts(sft), "eval/reward": sft.rewards.mean()}
     best = max((first, *(row for row in earlier if SCORES in row)), key=lambda row: np.mean(row[SCORES]))
     change = policy.deciding_scores - np.asarray(best[SCORES])
