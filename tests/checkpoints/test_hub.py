@@ -14,13 +14,15 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo_rlhf.checkpoints.exports import exported_policy
+from ppo_rlhf.checkpoints.files import write_directory
 from ppo_rlhf.checkpoints.hub import check_push, files_to_push, push
 from ppo_rlhf.checkpoints.model_card import render_card, with_index
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ConfigError, ModelError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, ModelError
 from ppo_rlhf.models import trained_model
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.directories import RECORD
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.hub_stand_in import TOKEN, Hub, running_hub
@@ -137,6 +139,36 @@ def test_a_folder_whose_weights_are_gone_is_not_pushed(exported: Path):
     next(exported.glob("model-0*.safetensors")).unlink()
     with pytest.raises(ModelError, match="damaged"):
         files_to_push(exported)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_checkpoints_damaged_policy_is_neither_loaded_nor_pushed(tmp_path: Path, monkeypatch: Any, name: str):
+    """A flipped bit of a weight is a model that loads."""
+
+    def write(draft: Path) -> None:
+        save(draft / "policy", tiny_model(), word_tokenizer())
+        (draft / "state.json").write_text("{}")
+
+    write_directory(tmp_path / "iteration_000010", 10, write)
+    policy = tmp_path / "iteration_000010" / "policy"
+    assert set(files_to_push(policy)) == {path.name for path in policy.iterdir()}
+    PretrainedHandle(str(policy)).causal_lm()
+    content = bytearray((policy / name).read_bytes())
+    content[-1] ^= 64 if name == "model.safetensors" else ord(" ") ^ ord("\n")
+    (policy / name).write_bytes(content)
+    (tmp_path / "link").symlink_to(policy)
+    monkeypatch.chdir(policy.parent)
+    for place in (policy, Path("policy"), tmp_path / "link"):
+        for read in (lambda folder: PretrainedHandle(str(folder)).causal_lm(), files_to_push):
+            with pytest.raises(CheckpointError, match=rf"/iteration_000010/policy/{name}: damaged"):
+                read(place)
+
+
+def test_a_manifest_of_another_program_beside_a_model_says_nothing(tmp_path: Path):
+    save(tmp_path / "policy", tiny_model(), word_tokenizer())
+    (tmp_path / "manifest.json").write_text('{"name": "a page"}')
+    PretrainedHandle(str(tmp_path / "policy")).causal_lm()
+    assert files_to_push(tmp_path / "policy")
 
 
 def test_a_card_that_names_several_base_models_keeps_the_licence_it_has(hub: Hub, exported: Path):

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from transformers import GenerationConfig, Zamba2Config, Zamba2ForCausalLM, pipeline
 
 from ppo_rlhf.checkpoints.exports import exported_policy
-from ppo_rlhf.checkpoints.model_files import read_models, write_models
+from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name, write_directory
+from ppo_rlhf.checkpoints.model_files import CRITIC, read_models, write_models
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ModelError
@@ -67,7 +68,7 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(build, tmp_path,
     at_one = everything(whole.state)
     whole.iteration()
     resumed = build(kind, **variant)
-    read_checkpoint(directory, resumed.state)
+    read_checkpoint(Checkpoint(directory), resumed.state)
     assert_same(everything(resumed.state), at_one)
     shutil.rmtree(directory)
     resumed.iteration()
@@ -120,7 +121,7 @@ def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_
     other = build(**{spoiled: 9})
     before = everything(other.state)
     with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(directory, other.state)
+        read_checkpoint(Checkpoint(directory), other.state)
     assert f"adapter of the {name}" in str(caught.value)
     assert_same(everything(other.state), before)
 
@@ -138,7 +139,7 @@ def test_adapters_of_other_frozen_weights_are_refused(make_run, make_model, tmp_
 def test_a_checkpoint_of_other_models_is_refused_in_one_line(build, tmp_path, saved, read):
     directory = write_checkpoint(tmp_path, build(**saved).state)
     with pytest.raises(CheckpointError, match=f"^{directory}: [^\\n]*$"):
-        read_checkpoint(directory, build(**read).state)
+        read_checkpoint(Checkpoint(directory), build(**read).state)
 
 
 # --- layers that are one module in several places --------------------------------------------------------------------
@@ -186,20 +187,29 @@ def test_a_critic_of_one_block_in_several_places_is_held_once_and_read_strictly(
         run.state.learner.critic.backbone.layers[1] = run.state.learner.critic.backbone.layers[0]
         return run
 
-    run, path = with_a_block_twice(), tmp_path / "critic.safetensors"
-    write_models(tmp_path, run.state.learner, run.state.sampler)
-    held = load_file(path)
+    def models_with(critic=None):
+        def write(folder):
+            write_models(folder, run.state.learner, run.state.sampler)
+            if critic is not None:
+                save_file(critic, folder / CRITIC)
+
+        write_directory(tmp_path / checkpoint_name(1), 1, write)
+        return Checkpoint(tmp_path / checkpoint_name(1))
+
+    run = with_a_block_twice()
+    models = models_with()
+    held = load_file(models.directory / CRITIC)
     assert len(held) == len(list(run.state.learner.critic.named_parameters()))
     other = with_a_block_twice()
     with torch.no_grad():
         for parameter in other.state.learner.critic.parameters():
             parameter.fill_(2.0)
-    read_models(tmp_path, other.state.learner)
+    read_models(models, other.state.learner)
     assert_same(everything(other.state), everything(run.state))
     for spoiled in (dict(list(held.items())[1:]), {**held, "more": torch.zeros(1)}):
-        save_file(spoiled, path)
+        models = models_with(spoiled)
         with pytest.raises(RuntimeError, match="key"):
-            read_models(tmp_path, other.state.learner)
+            read_models(models, other.state.learner)
 
 
 # --- the moving average ----------------------------------------------------------------------------------------------

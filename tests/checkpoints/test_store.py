@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from ppo_rlhf.checkpoints import files, store
 from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run
 from ppo_rlhf.checkpoints.files import (
+    Checkpoint,
     checkpoint_iterations,
     checkpoint_name,
     newest_whole_checkpoint,
     sweep_leftovers,
-    verify_checkpoint,
 )
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import (
@@ -28,6 +28,7 @@ from ppo_rlhf.checkpoints.store import (
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.runtime import whole_files
+from ppo_rlhf.runtime.manifests import MANIFEST, read_json
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import MEASURED
 
@@ -57,15 +58,15 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     directory = write_checkpoint(tmp_path, run.state)
     assert_same(everything(run.state), before)
     fresh = make_run("gpt2", model={"seed": 9})
-    read_checkpoint(directory, fresh.state)
+    read_checkpoint(Checkpoint(directory), fresh.state)
     assert_same(everything(fresh.state), before)
     for name in ("iteration", "episode"):
         assert getattr(fresh.state.progress, name) == getattr(run.state.progress, name)
     for name in ("optimiser_steps", "skipped_steps", "skipped_in_a_row"):
         assert getattr(fresh.state.learner, name) == getattr(run.state.learner, name)
     assert fresh.state.shaping.kl_controller.kl_coef == 0.0625
-    assert fresh.state.progress.history == run.state.progress.history == files.read_json(directory / "history.json")
-    assert files.read_json(directory / "state.json")["config"]["seed"] == run.config.seed
+    assert fresh.state.progress.history == run.state.progress.history == read_json(directory / "history.json")
+    assert read_json(directory / "state.json")["config"]["seed"] == run.config.seed
 
 
 EVERY_STATE = {
@@ -92,7 +93,7 @@ def test_going_on_from_a_checkpoint_equals_never_having_stopped(make_run, tmp_pa
     said = caplog.messages.copy()
     caplog.clear()
     resumed = make_run("gpt2", **options)
-    read_checkpoint(directory, resumed.state)
+    read_checkpoint(Checkpoint(directory), resumed.state)
     shutil.rmtree(directory)  # nothing of the state may live on in the files
     while not resumed.state.progress.finished:
         resumed.iteration()
@@ -121,7 +122,7 @@ def test_the_directory_holds_safetensors_and_json_that_follow_the_umask(trained,
 def test_a_checkpoint_of_another_architecture_is_refused(saved, make_run):
     other = make_run(model={"hidden_size": 32})
     with pytest.raises(CheckpointError, match=r"iteration_000001: .*models") as refusal:
-        read_checkpoint(saved, other.state)
+        read_checkpoint(Checkpoint(saved), other.state)
     assert "\n" not in str(refusal.value)
 
 
@@ -134,7 +135,7 @@ def files_of(directory):
 
 def refusal(directory) -> str:
     with pytest.raises(CheckpointError) as caught:
-        verify_checkpoint(directory)
+        Checkpoint(directory)
     return str(caught.value)
 
 
@@ -159,7 +160,7 @@ def test_a_file_that_was_changed_cut_off_or_lost_is_refused_by_name(saved, damag
         damage(path)
         assert str(path) in refusal(saved) or name == "manifest.json"
         path.write_bytes(whole)
-    verify_checkpoint(saved)
+    Checkpoint(saved)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +199,24 @@ def test_a_manifest_of_another_format_is_refused(saved):
     assert "format 2" in refusal(saved)
 
 
+def test_of_a_part_just_its_files_are_checked(saved):
+    flip(saved / "critic.safetensors")
+    Checkpoint(saved, part="policy")
+    flip(saved / "policy" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"policy/model\.safetensors: damaged"):
+        Checkpoint(saved, part="policy")
+
+
+@pytest.mark.parametrize("files", [{}, {"state.json": {"bytes": 1, "sha256": ""}}])
+def test_a_manifest_without_files_of_the_part_is_refused(saved, files):
+    (saved / "manifest.json").write_text(json.dumps({"format": 1, "iteration": 1, "files": files}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: lists no files of policy"):
+        Checkpoint(saved, part="policy")
+
+
 def test_a_file_that_was_added_is_refused_unless_it_is_hidden(saved):
     (saved / "policy" / ".DS_Store").write_text("a desktop's")
-    verify_checkpoint(saved)
+    Checkpoint(saved)
     added = saved / "policy" / "adapter_config.json"
     added.write_text("{}")
     assert refusal(saved).startswith(f"{added}: ")
@@ -211,7 +227,7 @@ def test_a_checkpoint_under_the_name_of_another_iteration_or_run_is_refused(save
     assert newest_whole_checkpoint(tmp_path / "another") is None
     other = saved.rename(saved.with_name("iteration_000009"))
     assert "iteration 1" in refusal(other)
-    verify_checkpoint(other.rename(saved.with_name("kept_for_later")))
+    Checkpoint(other.rename(saved.with_name("kept_for_later")))
 
 
 def test_the_newest_whole_checkpoint_is_the_one_before_a_damaged_one_which_is_named(trained, saved, caplog):
@@ -230,12 +246,12 @@ def test_the_newest_whole_checkpoint_is_the_one_before_a_damaged_one_which_is_na
 
 def sealed(directory: Path) -> Path:
     """Write the manifest of the files as they are now, as a program would that changes a checkpoint."""
-    iteration = files.read_json(directory / files.MANIFEST)["iteration"]
+    iteration = read_json(directory / MANIFEST)["iteration"]
     content = directory.parent / "content"
-    shutil.copytree(directory, content, ignore=lambda *_: [files.MANIFEST])
+    shutil.copytree(directory, content, ignore=lambda *_: [MANIFEST])
     files.write_directory(directory, iteration, lambda draft: shutil.copytree(content, draft, dirs_exist_ok=True))
     shutil.rmtree(content)
-    verify_checkpoint(directory)
+    Checkpoint(directory)
     return directory
 
 
@@ -253,7 +269,7 @@ def _tensors(file: str, name: str, value: torch.Tensor | None):
 
 def _state(**values: object):
     def damage(directory: Path) -> None:
-        state = files.read_json(directory / "state.json")
+        state = read_json(directory / "state.json")
         (directory / "state.json").write_text(json.dumps({**state, **values}))
 
     return damage
@@ -340,7 +356,7 @@ def test_a_failure_or_a_signal_while_writing_leaves_the_earlier_checkpoint_and_n
     with pytest.raises(CheckpointError if isinstance(error, Exception) else type(error)):
         write_checkpoint(saved.parent, trained.state)
     assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
-    verify_checkpoint(saved)
+    Checkpoint(saved)
 
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run):
@@ -349,7 +365,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run
     assert write_checkpoint(saved.parent, trained.state) == saved
     assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
     fresh = make_run()
-    read_checkpoint(saved, fresh.state)
+    read_checkpoint(Checkpoint(saved), fresh.state)
     assert float(fresh.state.learner.critic.value_head.bias.detach()) == 3.5
 
 
@@ -364,7 +380,7 @@ def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
     (run / "evaluations.json").write_text("[]")
     sweep_leftovers(run)
     assert sorted(path.name for path in run.iterdir()) == [".nfs0001", "evaluations.json", "iteration_000001"]
-    verify_checkpoint(saved)
+    Checkpoint(saved)
 
 
 STEPS_OF_WRITING = 60
@@ -430,6 +446,44 @@ def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_pa
         (tmp_path / name).mkdir()
     assert checkpoint_iterations(tmp_path) == [4, 30, 1000000]
     assert checkpoint_iterations(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("name", ["iteration_00000٣", "iteration_٣", "iteration_7", "iteration_0000007", "iteration_²"])
+def test_only_the_name_that_a_run_writes_is_a_checkpoints(tmp_path, name):
+    """A folder of another name was listed as iteration 3 or 7, whose folder is not there."""
+    run_with(tmp_path, 4, 30)
+    (tmp_path / name).mkdir()
+    assert checkpoint_iterations(tmp_path) == [4, 30]
+    prune_run(tmp_path, PPOConfig(save_total_limit=1), 30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["iteration_000030", name])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_checkpoint_that_is_a_link_is_pruned_and_replaced_and_what_it_names_stays(trained, tmp_path, is_there):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    if is_there:
+        run_with(disk, 1)
+    (run / "iteration_000001").symlink_to(disk / "iteration_000001")
+    write_checkpoint(run, trained.state)
+    Checkpoint(run / "iteration_000001", of_its_run=True)
+    assert [path.name for path in run.iterdir()] == ["iteration_000001"]
+    assert not (run / "iteration_000001").is_symlink()
+    (run / "iteration_000000").symlink_to(disk / "iteration_000001")
+    (run / ".iteration_000002.elsewhere-17.draft").symlink_to(disk / "iteration_000001")
+    prune_run(run, PPOConfig(save_total_limit=1), 1)
+    sweep_leftovers(run)
+    assert [path.name for path in run.iterdir()] == ["iteration_000001"]
+    assert (disk / "iteration_000001" / "policy" / "weights").is_file() == is_there
+
+
+def test_a_checkpoint_on_another_disk_is_read_through_its_link_and_checked(saved, tmp_path):
+    (tmp_path / "run2").mkdir()
+    saved.rename(tmp_path / "there")
+    saved.symlink_to(tmp_path / "there")
+    assert newest_whole_checkpoint(saved.parent) == saved
+    flip(saved / "state.json")
+    assert newest_whole_checkpoint(saved.parent) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -19,6 +20,8 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import GenerationConfig, PreTrainedModel
 
+from ppo_rlhf.checkpoints.evaluations import add_evaluation
+from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset
@@ -328,6 +331,47 @@ def test_of_two_runs_that_end_at_once_the_better_one_becomes_champion(store: Pat
     assert mlflow.MlflowClient().get_model_version(NAME, str(champion())).tags["win_rate"] == "0.9"
 
 
+def save_checkpoint(run: Path, iteration: int) -> Path:
+    """Write a checkpoint with a tiny policy."""
+    target = run / checkpoint_name(iteration)
+    write_directory(target, iteration, lambda draft: save(draft / "policy", tiny_model(), word_tokenizer()))
+    return target
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 64  # an exponent's bit of the last weight
+    file.write_bytes(content)
+
+
+def test_a_damaged_best_checkpoint_is_said_in_one_line_and_the_finished_run_stays_finished(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A flipped bit arrived in MLflow in silence; a file that was cut off ended the run in a traceback."""
+    policy = PretrainedModelDataset(save(tmp_path / "policy", tiny_model(), word_tokenizer()))
+    checkpoints = CheckpointDataset(str(tmp_path / "checkpoints"))
+    entries = {"ppo_policy": policy, "checkpoint": checkpoints, "params:ppo": MemoryDataset(PPOConfig())}
+    with mlflow.start_run() as run:
+        folder = tmp_path / "checkpoints" / run.info.run_id
+        weights = save_checkpoint(folder, 2) / "policy" / "model.safetensors"
+        add_evaluation(folder, {"iteration": 2.0, "eval/reward": 1.0, "eval/kl": 0.0})
+        whole, evaluations = weights.read_bytes(), folder / "evaluations.json"
+        log = RunLog(run.info.run_id, Pipeline([]), DataCatalog(entries))
+        log.node_ran({}, {"next_training_state": bare_state(99, 3), "ppo_metrics": {}})
+        damages = (flip, lambda file: os.truncate(file, 500), Path.unlink, lambda _: flip(evaluations))
+        for damage, named in zip(damages, (weights, weights, weights, evaluations), strict=True):
+            damage(weights)
+            caplog.clear()
+            log.saved("ppo_policy")
+            (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+            assert line.startswith(f"MLflow gets no model best_checkpoint: {named}: ")
+            assert "\n" not in line
+            weights.write_bytes(whole)
+        log.close(is_finished=True)
+    models = mlflow.search_logged_models([run.info.experiment_id], output_format="list")
+    assert [model.name for model in models] == ["ppo_policy"]
+
+
 def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -342,6 +386,7 @@ def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
         {"iteration": 40.0, "eval/judge_score": 0.5, "eval/reward": 0.0, "eval/kl": 3.0},
     ]
     for iteration in (20, 30, 40):
-        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
-    (tmp_path / "run" / "evaluations.json").write_text(json.dumps(rows))
+        save_checkpoint(tmp_path / "run", iteration)
+    for row in rows:
+        add_evaluation(tmp_path / "run", row)
     assert model_log.best_checkpoint(dataset, kl_alarm=20.0) == (tmp_path / "run" / "iteration_000020" / "policy", 20)

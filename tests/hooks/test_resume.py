@@ -702,6 +702,15 @@ def test_a_run_is_named_by_its_id_its_folder_or_a_checkpoint(tmp_path: Path):
             find_named(requested, root, tmp_path)
 
 
+def test_a_run_or_a_checkpoint_that_is_a_link_is_named_by_the_place_of_the_link(tmp_path: Path):
+    root = tmp_path / "checkpoints"
+    for link in (checkpoint(root, "abc", 10), root / "abc"):
+        link.rename(there := tmp_path / f"disk-{link.name}")
+        link.symlink_to(there)
+        assert find_named("abc/iteration_000010", root, tmp_path) == ("abc", root / "abc" / "iteration_000010")
+        assert find_named("abc", root, tmp_path) == ("abc", None)
+
+
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(tmp_path: Path):
     root = tmp_path / "checkpoints"
     (checkpoint(root, "abc", 10) / "state.json").write_text("{ }")

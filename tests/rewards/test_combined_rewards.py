@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_rlhf.checkpoints.files import Checkpoint
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, ModelError
@@ -143,7 +144,7 @@ def test_a_resumed_run_equals_one_that_went_on(combine, normalise, tmp_path: Pat
     whole.iteration()
     directory = write_checkpoint(tmp_path, whole.state)
     resumed = build(combine, normalise, total_episodes=36)
-    read_checkpoint(directory, resumed.state)
+    read_checkpoint(Checkpoint(directory), resumed.state)
     for run in (whole, resumed):
         while not run.state.progress.finished:
             run.iteration()

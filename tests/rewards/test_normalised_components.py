@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from ppo_rlhf.checkpoints.files import Checkpoint
 from ppo_rlhf.checkpoints.store import read_checkpoint, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
@@ -141,7 +142,7 @@ def test_a_resumed_run_goes_on_with_each_components_moments(tmp_path: Any):
     whole.iteration()
     directory = write_checkpoint(tmp_path, whole.state)
     resumed = build(reward_normalisation="running", total_episodes=36)
-    read_checkpoint(directory, resumed.state)
+    read_checkpoint(Checkpoint(directory), resumed.state)
     for run in (whole, resumed):
         while not run.state.progress.finished:
             run.iteration()
@@ -156,7 +157,7 @@ def test_a_checkpoint_of_a_normalised_total_is_not_resumed_by_component(tmp_path
     assert total.state.extra_state()["component_moments"] == {}
     assert not any(name.startswith("reward_std/") for name in total.state.progress.history[0])
     run = build(reward_normalisation="running")
-    read_checkpoint(write_checkpoint(tmp_path, total.state), run.state)
+    read_checkpoint(Checkpoint(write_checkpoint(tmp_path, total.state)), run.state)
     with pytest.raises(CheckpointError, match=r"^reward\.normalise=component: in the 1 iterations of this checkpoint"):
         run.before_update()
 

@@ -18,6 +18,7 @@ from ppo_rlhf.models.directories import (
     HUB_ID,
     RECORD,
     check_model_directory,
+    check_of_checkpoint,
     is_adapter,
     is_local,
 )
@@ -47,8 +48,10 @@ def files_to_push(folder: Path) -> dict[str, Path]:
     Raises:
         ConfigError: The model is an adapter whose base model is only on this machine.
         ModelError: Weights or the configuration are missing or damaged.
+        CheckpointError: The model is a checkpoint's, and a file differs from the checkpoint's manifest.
     """
     check_model_directory(folder)
+    check_of_checkpoint(folder)
     base = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"] if is_adapter(folder) else None
     if base is not None and is_local(base):
         raise ConfigError(

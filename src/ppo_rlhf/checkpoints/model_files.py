@@ -24,7 +24,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ppo_rlhf.checkpoints.files import read_json
+from ppo_rlhf.checkpoints.files import Checkpoint
 from ppo_rlhf.checkpoints.training_record import generation_config_of, record_of
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.adapters import frozen_fingerprint, has_adapter, load_adapter
@@ -75,7 +75,7 @@ def write_models(directory: Path, learner: Learner, sampler: Sampler) -> None:
         (directory / FROZEN).write_text(json.dumps(fingerprints, indent=1), encoding="utf-8")
 
 
-def read_models(directory: Path, learner: Learner) -> None:
+def read_models(checkpoint: Checkpoint, learner: Learner) -> None:
     """Copy the models that `write_models` wrote into the models of a new learner.
 
     Raises:
@@ -83,8 +83,9 @@ def read_models(directory: Path, learner: Learner) -> None:
             missing, NaN or infinite.
         OSError, RuntimeError, ValueError: The checkpoint was made for other models.
     """
+    directory = checkpoint.directory
     with refilled(learner.policy, learner.critic):
-        _check_frozen_weights(directory, learner)
+        _check_frozen_weights(checkpoint, learner)
         if has_adapter(learner.policy):
             load_adapter(learner.policy, directory / POLICY)
         else:
@@ -164,9 +165,9 @@ def _fingerprints(learner: Learner) -> dict[str, str]:
     return {name: frozen_fingerprint(model) for name, model in models.items() if has_adapter(model)}
 
 
-def _check_frozen_weights(directory: Path, learner: Learner) -> None:
-    path = directory / FROZEN
-    saved = read_json(path) if path.is_file() else {}
+def _check_frozen_weights(checkpoint: Checkpoint, learner: Learner) -> None:
+    directory = checkpoint.directory
+    saved = checkpoint.json(FROZEN) if (directory / FROZEN).is_file() else {}
     for name, now in _fingerprints(learner).items():
         if saved.get(name) != now:
             raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_rlhf.checkpoints.files import read_json, verify_checkpoint
+from ppo_rlhf.checkpoints.files import Checkpoint
 from ppo_rlhf.checkpoints.store import STATE, read_checkpoint
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
 from ppo_rlhf.config.setting_roles import names_of
@@ -57,8 +57,8 @@ def restore(state: TrainingState, directory: Path) -> None:
             message has one line for each difference.
         CheckpointError: The checkpoint is damaged, or was made for other models.
     """
-    verify_checkpoint(directory)
-    saved = read_json(directory / STATE)
+    checkpoint = Checkpoint(directory)
+    saved = checkpoint.json(STATE)
     changes = config_changes(saved["config"], state.config)
     refused = [
         f"ppo.{name}: {before} in {directory}, {now} now; a resumed run must keep the settings that it started with"
@@ -79,7 +79,7 @@ def restore(state: TrainingState, directory: Path) -> None:
     ]
     if refused:
         raise ConfigError("\n".join(refused))
-    read_checkpoint(directory, state)
+    read_checkpoint(checkpoint, state)
     if is_main_process():
         if MENDABLE in changed_origin:
             log.warning("The reward functions changed since %s; the run continues with the new functions.", directory)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ppo_rlhf.checkpoints.evaluations import read_evaluations
-from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_name, read_json, verify_checkpoint, write_directory
+from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name, write_directory
 from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.ppo.learner import Learner
@@ -34,6 +34,7 @@ from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import is_best
 from ppo_rlhf.ppo.training_state import TrainingState
+from ppo_rlhf.runtime.manifests import MANIFEST
 
 _OF_PROGRESS = ("iteration", "episode")
 _OF_LEARNER = ("optimiser_steps", "skipped_steps", "skipped_in_a_row")
@@ -69,22 +70,22 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     return target
 
 
-def read_checkpoint(directory: Path, state: TrainingState) -> None:
+def read_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     """Load a checkpoint into a new state with the same models and configuration.
 
-    `resume.restore` checks the files and the configuration first. The weights are copied into the state's parameters,
-    so the files may be deleted afterwards.
+    `restore.restore` checks the configuration first. The weights are copied into the state's parameters, so the files
+    may be deleted afterwards.
 
     Raises:
         CheckpointError: The checkpoint was made for other models, a weight or a moment of an optimiser is missing, NaN,
             infinite or of another shape, or the counters do not agree.
     """
-    learner, progress = state.learner, state.progress
-    values, history = read_json(directory / STATE), read_json(directory / HISTORY)
-    _check_numbers(directory, values, history)
+    learner, progress, directory = state.learner, state.progress, checkpoint.directory
+    values, history = checkpoint.json(STATE), checkpoint.json(HISTORY)
+    _check_numbers(checkpoint, values, history)
     progress.updating = True
     with _naming(directory):
-        read_models(directory, learner)
+        read_models(checkpoint, learner)
         for name, optimizer in optimizers(learner).items():
             load_moments(optimizer, load_file(directory / f"{name}.safetensors"), values[name])
         state.load_extra_state(values["extra"])
@@ -138,11 +139,10 @@ def load_best(run_directory: Path, learner: Learner, progress: Progress) -> None
     """
     if not progress.requests.restore_best or progress.best_evaluation is None:
         return
-    directory = run_directory / checkpoint_name(progress.best_evaluation)
-    verify_checkpoint(directory)
+    best = Checkpoint(run_directory / checkpoint_name(progress.best_evaluation))
     progress.updating = True  # until both models are read, the state is no checkpoint's
-    with _naming(directory):
-        read_models(directory, learner)
+    with _naming(best.directory):
+        read_models(best, learner)
     progress.updating = False
     progress.loaded_iteration = progress.best_evaluation
 
@@ -160,21 +160,22 @@ def _naming(directory: Path) -> Iterator[None]:
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
 
 
-def _check_numbers(directory: Path, values: Any, history: Any) -> None:
+def _check_numbers(checkpoint: Checkpoint, values: Any, history: Any) -> None:
     """Raise `CheckpointError` if counters, controllers or reward moments are no numbers, or the counters do not agree.
 
     `values` is the content of state.json, `history` the content of history.json.
     """
+    directory = checkpoint.directory
     if not isinstance(values, dict) or not isinstance(history, list):
         raise CheckpointError(f"{directory}: {STATE} or {HISTORY} has another form than a checkpoint's")
     for name in _COUNTERS:
         if type(count := values.get(name)) is not int or count < 0:
             raise CheckpointError(f"{directory / STATE}: {name}={count!r:.60} is no number of a run")
-    manifest, iteration = read_json(directory / MANIFEST)["iteration"], values["iteration"]
-    if not iteration == manifest == len(history):
+    iteration = values["iteration"]
+    if not iteration == checkpoint.iteration == len(history):
         raise CheckpointError(
-            f"{directory / STATE}: iteration={iteration}, but {MANIFEST} is of iteration {manifest} and {HISTORY} has "
-            f"{len(history)} iterations. Resume from another checkpoint"
+            f"{directory / STATE}: iteration={iteration}, but {MANIFEST} is of iteration {checkpoint.iteration} and "
+            f"{HISTORY} has {len(history)} iterations. Resume from another checkpoint"
         )
     for name in ("extra", "policy_optimizer", "critic_optimizer"):
         if odd := re.search(r'"(\w+)": \[?(NaN|-?Infinity)', json.dumps(values.get(name))):

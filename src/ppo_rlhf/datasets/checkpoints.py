@@ -9,10 +9,11 @@ import mlflow
 from kedro.io import AbstractDataset, DatasetError
 
 from ppo_rlhf.checkpoints import evaluations
-from ppo_rlhf.checkpoints.files import MANIFEST, checkpoint_iterations
+from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.training_state import TrainingState
+from ppo_rlhf.runtime.manifests import MANIFEST
 from ppo_rlhf.runtime.names import RUN_ID
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.whole_files import process_name

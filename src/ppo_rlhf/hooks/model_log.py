@@ -21,7 +21,8 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_rlhf.checkpoints.evaluations import best_saved
-from ppo_rlhf.checkpoints.files import checkpoint_name
+from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name
+from ppo_rlhf.checkpoints.model_files import POLICY
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
 from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
@@ -228,9 +229,15 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     evaluated.
 
     Evaluations with a KL above `kl_alarm` (nats per response) do not count.
+
+    Raises:
+        CheckpointError: The log of evaluations or the checkpoint's policy is damaged.
     """
     if not isinstance(checkpoints, CheckpointDataset):
         return None
     directory = run_directory(checkpoints.root)
     best = best_saved(directory, kl_alarm)
-    return None if best is None else (directory / checkpoint_name(best) / "policy", best)
+    if best is None:
+        return None
+    checkpoint = Checkpoint(directory / checkpoint_name(best), part=POLICY, of_its_run=True)
+    return checkpoint.directory / POLICY, best

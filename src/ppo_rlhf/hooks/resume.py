@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -145,17 +146,17 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
         ConfigError: `requested` names no existing run or checkpoint.
         CheckpointError: The checkpoint is damaged, or is in the directory of a run that did not write it.
     """
-    from ppo_rlhf.checkpoints.files import checkpoint_iterations, verify_checkpoint_of_run
+    from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_iterations
 
     if requested is None or requested == LATEST:
         return None
     home, given = root.resolve(), Path(requested).expanduser()
     candidates = (home / given, project_path / given, given.absolute())
-    path = next((folder.resolve() for folder in candidates if folder.is_dir()), home)
+    path = next((_without_links(folder, home) for folder in candidates if folder.is_dir()), home)
     if path.parent == home:
         return path.name, None
     if path.parent.parent == home:
-        verify_checkpoint_of_run(path)
+        Checkpoint(path, of_its_run=True)
         return path.parent.name, root / path.relative_to(home)
     runs = sorted(filter(checkpoint_iterations, root.glob("*")), key=lambda run: run.stat().st_mtime, reverse=True)
     newest = f" (the newest: {', '.join(run.name for run in runs[:3])})" if runs else ""
@@ -163,6 +164,12 @@ def find_named(requested: str | None, root: Path, project_path: Path) -> Named |
         f"resume={requested}: there is no run and no checkpoint of that name below {root}. Give {LATEST}, an MLflow "
         f"run id{newest}, or a folder {Path('<MLflow run id>', 'iteration_NNNNNN')} there."
     )
+
+
+def _without_links(folder: Path, home: Path) -> Path:
+    """Return a folder's path without links, except those below `home`: a run or a checkpoint may be a link."""
+    plain = Path(os.path.normpath(folder))
+    return plain if plain.is_relative_to(home) else plain.parent.resolve() / plain.name
 
 
 def find_resumption(

@@ -15,6 +15,7 @@ from kedro.pipeline import Pipeline
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
@@ -169,9 +170,13 @@ class RunLog:
                 )
 
             self._model_id = log(Path(handle.source), POLICY, self._policy_iteration)
-            best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
-            if best is not None and best[1] != self._policy_iteration:
-                log(best[0], BEST, best[1])
+            try:
+                best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
+            except CheckpointError as error:  # the exported policy is whole, so the run ends as it should
+                logger.warning("MLflow gets no model %s: %s", BEST, error)
+            else:
+                if best is not None and best[1] != self._policy_iteration:
+                    log(best[0], BEST, best[1])
 
     def close(self, *, is_finished: bool) -> bool:
         """Flush. For a finished run that was resumed, also log the curves of stages that the resumed run skipped.

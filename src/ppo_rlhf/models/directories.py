@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from ppo_rlhf.core.errors import ModelError, in_one_line
+from ppo_rlhf.runtime.manifests import MANIFEST, checked_manifest
 
 log = logging.getLogger(__name__)
 
-PART = re.compile(r"-\d{5}-of-\d{5}$")
+PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 """The end of the name of one part of a GGUF file that llama.cpp has split."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -129,6 +130,18 @@ def check_model_directory(source: str | Path) -> None:
                 f"{source}: the weights file {file.name} is missing, damaged or a Git LFS pointer "
                 f"({in_one_line(error)}). Copy the model again, or run git lfs pull."
             ) from error
+
+
+def check_of_checkpoint(folder: Path) -> None:
+    """Check the digests of the model that a checkpoint holds (`<checkpoint>/policy`). Any other folder passes.
+
+    Raises:
+        CheckpointError: A file of the model differs from the checkpoint's manifest.
+    """
+    model = folder.expanduser().resolve()
+    # Other programs' folders may have a manifest.json, too
+    if all((model.parent / name).is_file() for name in (MANIFEST, "state.json")):
+        checked_manifest(model.parent, model.name)
 
 
 def check_one_model(source: str, has: Callable[[str], bool]) -> None:

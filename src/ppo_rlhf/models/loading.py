@@ -46,6 +46,7 @@ from ppo_rlhf.models.directories import (
     WEIGHTS,
     WEIGHTS_INDEX,
     check_model_directory,
+    check_of_checkpoint,
     check_on_hub,
     check_one_model,
     ends_of_weights,
@@ -471,6 +472,7 @@ class PretrainedHandle:
 
     def _merged(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the base model with the adapter merged into the base model's weights."""
+        check_of_checkpoint(self._folder)
         merged = cast(SavedAdapter, self._adapter).merged_into(base, self._folder)
         return self._named(prepare(merged, self.source))
 
@@ -484,6 +486,8 @@ class PretrainedHandle:
     def _weights(self, what: str, load: Callable[..., T], **options: Any) -> T:
         if self.gguf:
             self.gguf.dequantise()
+        elif is_local(self.source):
+            check_of_checkpoint(Path(self.place))
         return self._read(what, load, use_safetensors=True, **options)
 
     def _read(self, what: str, load: Callable[..., T], **options: Any) -> T:

@@ -61,7 +61,7 @@ def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None
     """
     for path in [*draft.rglob("*"), draft]:
         sync(path)
-    if replaces_folder and target.exists():
+    if replaces_folder and (target.exists() or target.is_symlink()):
         discard(target)
     draft.replace(target)
     sync(target.parent)
@@ -83,8 +83,8 @@ def process_name() -> str:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder; do nothing if the path does not exist."""
-    if path.is_dir():
+    """Delete a file, a link or a folder; do nothing if the path does not exist. What a link names stays."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
