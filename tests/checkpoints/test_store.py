@@ -18,7 +18,6 @@ from ppo_rlhf.checkpoints.files import (
     checkpoint_iterations,
     checkpoint_name,
     newest_whole_checkpoint,
-    sweep_leftovers,
 )
 from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import (
@@ -374,11 +373,12 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run
 
 def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
     run = saved.parent
-    for name in (".iteration_000002.elsewhere-17.draft", ".iteration_000001.old.elsewhere-17.draft"):
-        (run / name / "policy").mkdir(parents=True)
+    for name in (".iteration_000002.0123456789abcdef.draft", ".iteration_000001.fedcba9876543210.draft"):
+        (run / name / "draft" / "policy").mkdir(parents=True)
+        (run / name / "lock").touch()
     (run / ".nfs0001").write_text("of a file system")
     (run / "evaluations.json").write_text("[]")
-    sweep_leftovers(run)
+    whole_files.delete_abandoned_drafts(run)
     assert sorted(path.name for path in run.iterdir()) == [".nfs0001", "evaluations.json", "iteration_000001"]
     Checkpoint(saved)
 
@@ -404,7 +404,8 @@ def test_a_kill_at_any_step_of_writing_leaves_the_earlier_checkpoint_or_the_new_
         whole = newest_whole_checkpoint(saved.parent)
         assert whole in (saved, saved.with_name("iteration_000002"))
         assert {name: (saved / name).read_bytes() for name in files_of(saved)} == earlier
-        sweep_leftovers(saved.parent)
+        whole_files.delete_abandoned_drafts(saved.parent)
+        assert not list(saved.parent.glob(".*"))
         assert checkpoint_iterations(saved.parent) == [1] if whole == saved else [1, 2]
         shutil.rmtree(saved.with_name("iteration_000002"), ignore_errors=True)
         if finished == 2:
@@ -442,7 +443,7 @@ def run_with(tmp_path, *iterations):
 
 def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_path):
     run_with(tmp_path, 30, 4, 1000000)
-    for name in (".iteration_000040.host-17.draft", ".iteration_000004.old.host-17.draft", "evaluations.json"):
+    for name in (".iteration_000040.0123456789abcdef.draft", "evaluations.json"):
         (tmp_path / name).mkdir()
     assert checkpoint_iterations(tmp_path) == [4, 30, 1000000]
     assert checkpoint_iterations(tmp_path / "nothing") == []

@@ -1,8 +1,9 @@
 """The catalog entries of a run's checkpoints and evaluations: one folder per MLflow run, pruned, written atomically."""
 
 import math
-import os
-import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,7 +140,19 @@ def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_p
     monkeypatch.setenv("RANK", "1")
     assert run_directory(tmp_path) == tmp_path / "of-main"
     monkeypatch.setenv("RANK", "0")  # tracking is disabled; an earlier run set the variable
-    assert run_directory(tmp_path) == tmp_path / f"untracked-{platform.node()}-{os.getpid()}"
+    assert re.fullmatch("untracked-[0-9a-f]{16}", run_directory(tmp_path).name)
+
+
+def test_runs_without_tracking_have_directories_of_their_own_also_in_containers_with_one_host_name(tmp_path):
+    """A container has the process id 1 each time that it starts."""
+    code = (
+        "import os, platform; os.getpid, platform.node = lambda: 1, lambda: 'vm'\n"
+        "from pathlib import Path; from ppo_rlhf.datasets.checkpoints import run_directory\n"
+        "from ppo_rlhf.runtime.names import untracked\n"
+        "print(run_directory(Path())); untracked.begin(); print(run_directory(Path()))"
+    )
+    printed = [subprocess.check_output([sys.executable, "-c", code], text=True).split() for _ in range(2)]
+    assert len({name for names in printed for name in names}) == 4
 
 
 def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):

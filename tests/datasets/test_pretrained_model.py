@@ -149,7 +149,7 @@ def test_a_half_written_version_is_never_loaded(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="disk full"):
         PretrainedModelDataset(str(tmp_path / "policy")).save(broken)
     assert len(list((tmp_path / "policy").iterdir())) == 1
-    save(tmp_path / "policy" / ".9999.1.draft", tiny_model(seed=1))  # the draft of a killed process
+    save(tmp_path / "policy" / ".9999.0123456789abcdef.draft", tiny_model(seed=1))  # the draft of a killed process
     handle = PretrainedModelDataset(str(tmp_path / "policy")).load()
     assert torch.equal(handle.causal_lm()(IDS).logits, tiny_model(seed=0)(IDS).logits)
 

@@ -1,9 +1,10 @@
 """A file or a folder is complete or does not exist."""
 
 import os
-import platform
 import stat
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,30 +49,89 @@ def test_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_drafts_of_killed_processes_are_deleted_and_those_of_others_stay(tmp_path, monkeypatch):
-    (tmp_path / ".model.1.draft").mkdir()
-    (tmp_path / ".model.2.draft").mkdir()
-    os.utime(tmp_path / ".model.1.draft", (0, 0))
-    (tmp_path / ".gone.3.draft").symlink_to("nowhere")  # renamed by another process meanwhile: `stat` fails
+WRITER = """
+import os, sys
+os.getpid = lambda: 1
+from pathlib import Path
+from ppo_rlhf.runtime.whole_files import written_whole
+target = Path(sys.argv[1])
+with written_whole(target) as draft:
+    draft.mkdir()
+    (draft / "weights").write_text(sys.argv[2])
+    (draft.parent / "draft-journal").touch()
+    print(draft.parent.name, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def writing(target: Path, text: str) -> tuple[subprocess.Popen, str]:
+    """Start a process that writes a folder, and ends when it reads a line; return it and the name of its draft."""
+    command = [sys.executable, "-c", WRITER, str(target), text]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return writer, writer.stdout.readline().strip()
+
+
+def test_two_writers_of_one_process_id_and_host_name_share_no_draft(tmp_path):
+    (one, draft_of_one), (two, draft_of_two) = (writing(tmp_path / "policy", text) for text in ("one", "two"))
+    assert draft_of_one != draft_of_two
+    one.communicate("\n")
+    assert [path.name for path in (tmp_path / "policy").iterdir()] == ["weights"]
+    two.communicate("\n")
+    assert (one.returncode, two.returncode) == (0, 1)  # a folder is not replaced
+    assert (tmp_path / "policy" / "weights").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_draft_is_deleted_at_once_when_its_writer_was_killed_and_never_before(tmp_path):
+    writer, name = writing(tmp_path / "policy", "half")
+    os.utime(tmp_path / name, (0, 0))  # a writer may take days, and a clock may jump
     with written_whole(tmp_path / "file") as draft:
         draft.write_text("new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".gone.3.draft", ".model.2.draft", "file"]
-    assert whole_files.ABANDONED_S >= 3600
+    assert (tmp_path / name / "draft" / "weights").read_text() == "half"
+    writer.kill()
+    writer.communicate()
+    (tmp_path / ".empty.0123456789abcdef.draft").mkdir()  # its writer was killed before it had made the lock
+    (tmp_path / ".mine.draft").mkdir()  # the user's
+    with written_whole(tmp_path / "file") as draft:
+        draft.write_text("newer")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.draft", "file"]
+    assert (tmp_path / "file").read_text() == "newer"
 
 
-def test_the_drafts_of_processes_of_this_machine_that_run_no_more_are_deleted_at_once(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    here, others = platform.node(), f".file.{platform.node()}-{os.getppid()}.draft"
-    for name in (f".old.db.{here}-{ended.pid}.draft", f".old.db.{here}-{ended.pid}.draft-journal", others):
-        (tmp_path / name).write_text("half")
-    (tmp_path / f".model.{here}-{os.getpid()}.draft").mkdir()  # left by a killed process with the same process id
-    (tmp_path / f".model.{here}-{os.getpid()}.draft" / "stale").touch()
-    with written_whole(tmp_path / "model") as draft:
-        draft.mkdir()
-        (draft / "inner").write_text("new")
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
-        others,
-        "model",
-        "model/inner",
-    ]
+def test_where_nothing_can_be_locked_files_are_written_and_no_draft_of_another_is_deleted(tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(37, "No locks available")
+
+    writer, name = writing(tmp_path / "policy", "half")
+    writer.kill()
+    writer.communicate()
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.fcntl.flock", refuse)
+    with written_whole(tmp_path / "file") as draft:
+        draft.write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, "file"]
+
+
+def test_a_new_draft_that_another_process_deletes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """Another process may find the folder before its lock, the lock before it is taken, or hold the lock just then."""
+    taken, taking = [], whole_files.take_lock
+    names = iter(["0" * 16, "1" * 16, "2" * 16, "3" * 16])
+    monkeypatch.setattr(whole_files.secrets, "token_hex", lambda _: next(names))
+    opened = Path.open
+
+    def delete_first(path, *arguments, **options):
+        if "0" * 16 in path.parent.name:
+            path.parent.rmdir()
+        return opened(path, *arguments, **options)
+
+    def delete_then_take(file):
+        taken.append(Path(file.name).parent.name)
+        if "1" * 16 in taken[-1]:
+            whole_files.shutil.rmtree(Path(file.name).parent)
+        return False if "2" * 16 in taken[-1] else taking(file)
+
+    monkeypatch.setattr(Path, "open", delete_first)
+    monkeypatch.setattr(whole_files, "take_lock", delete_then_take)
+    with written_whole(tmp_path / "file") as draft:
+        draft.write_text("new")
+    assert taken == [f".file.{digit * 16}.draft" for digit in "123"]
+    assert (tmp_path / "file").read_text() == "new"

@@ -14,7 +14,7 @@ from typing import Any
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.models.directories import follow_umask
 from ppo_rlhf.runtime.manifests import MANIFEST, checked_manifest, read_json, write_manifest
-from ppo_rlhf.runtime.whole_files import delete, draft_of, written_whole
+from ppo_rlhf.runtime.whole_files import written_whole
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +101,3 @@ def newest_whole_checkpoint(run_directory: Path) -> Path | None:
         except CheckpointError as error:
             log.warning("A damaged checkpoint is skipped: %s", error)
     return None
-
-
-def sweep_leftovers(run_directory: Path) -> None:
-    """Delete the half-written and half-deleted checkpoints of killed processes.
-
-    Only the process that owns the run may call this function.
-    """
-    for path in run_directory.glob(draft_of("iteration_*", process="*")):
-        delete(path)

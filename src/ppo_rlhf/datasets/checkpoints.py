@@ -14,9 +14,8 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.manifests import MANIFEST
-from ppo_rlhf.runtime.names import RUN_ID
+from ppo_rlhf.runtime.names import RUN_ID, untracked
 from ppo_rlhf.runtime.processes import is_main_process
-from ppo_rlhf.runtime.whole_files import process_name
 
 Saved = TypeVar("Saved")
 Loaded = TypeVar("Loaded")
@@ -188,7 +187,7 @@ class CompletionsDataset(RunDataset[list[dict[str, Any]], NoReturn]):
 
 
 def run_directory(root: Path) -> Path:
-    """Return the directory of the active MLflow run; without an active run, a directory of this process.
+    """Return the directory of the active MLflow run; without an active run, the directory of an untracked run.
 
     In a distributed run only the main process has an active MLflow run. A hook passes the run id to the other processes
     in the environment.
@@ -197,4 +196,4 @@ def run_directory(root: Path) -> Path:
     run_id = run.info.run_id if run else None
     if not is_main_process():
         run_id = os.environ.get(RUN_ID)
-    return root / (run_id or f"untracked-{process_name()}")
+    return root / (run_id or untracked.name)

@@ -28,7 +28,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import FUNCTION, HOST, PROCESSES, PROJECT_PATH, RunDescription
+from ppo_rlhf.hooks.run_description import FUNCTION, PROCESSES, PROJECT_PATH, RunDescription
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
 """MLflow params whose value may be a language model that judges. A resumed run may use another language model as judge,
 so that a judge that failed can be fixed."""
-TAG, DATA, PLACE = "resume.", "data.", (HOST, PROJECT_PATH)
+TAG, DATA = "resume.", "data."
 BATCH = ("ppo.per_device_train_batch_size", "ppo.gradient_accumulation_steps", PROCESSES)
 """Params and tag whose product, the rollout batch, stays the same on resume."""
 BIT_IDENTICAL = "bit_identical"
@@ -188,9 +188,8 @@ def find_resumption(
 
     for run in _unfinished(this, root, experiment_id) if named is None else [_named_run(requested, named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
-        is_begun_here = not run.data.params and all(run.data.tags.get(name) == this.tags[name] for name in PLACE)
-        if not (directory.is_dir() or is_begun_here):
-            continue  # the run has no directory on this machine, because the run was started on another machine
+        if not directory.is_dir():
+            continue  # the run was started on another machine, or was killed before it had anything to go on from
         lock = lock_run(directory)
         if lock is None:
             if named is not None:

@@ -52,9 +52,9 @@ from ppo_rlhf.hooks.tracking_store import (
 )
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.runtime.locks import lock_run, one_at_a_time
-from ppo_rlhf.runtime.names import SET, TRAININGS
+from ppo_rlhf.runtime.names import SET, TRAININGS, untracked
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
-from ppo_rlhf.runtime.whole_files import process_name
+from ppo_rlhf.runtime.whole_files import delete_abandoned_drafts
 
 if TYPE_CHECKING:
     from ppo_rlhf.datasets import ResumeCheckpointDataset
@@ -150,7 +150,7 @@ class TrackingHook(MlflowHook):
             except BaseException as stop:  # Kedro's session calls no error hook for an error in a hook
                 self.on_pipeline_error(as_error(stop))
                 raise
-        run = str(self.run_id or f"untracked-{process_name()}")
+        run = str(self.run_id or untracked.begin())
         dtype = getattr(parameter(catalog, "ppo"), "dtype", None)
         agree_on_run(run, None if entry is None else entry.checkpoint, self._checkpoints, dtype)
 
@@ -175,7 +175,6 @@ class TrackingHook(MlflowHook):
         entry: ResumeCheckpointDataset | None,
         named: Named | None,
     ) -> None:
-        from ppo_rlhf.checkpoints.files import sweep_leftovers
         from ppo_rlhf.hooks.run_log import RunLog
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
@@ -203,7 +202,7 @@ class TrackingHook(MlflowHook):
             if entry is not None:
                 self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
-                sweep_leftovers(self._checkpoints)
+                delete_abandoned_drafts(self._checkpoints)
             self._log = RunLog(
                 run.info.run_id, pipeline, catalog, is_resumed=bool(resumption), checkpoints=self._checkpoints
             )

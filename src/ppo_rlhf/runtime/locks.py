@@ -1,4 +1,4 @@
-"""Locks between processes: on a run's directory while the run trains, and on a folder during short work.
+"""Locks between processes: on a run's directory while the run trains, on a draft, and on a folder during short work.
 
 The library filelock is not used, because its lock outlives a killed run if a worker that the run forked lives on.
 """
@@ -38,9 +38,8 @@ def lock_run(directory: Path) -> IO[bytes] | None:
 
     The lock on the run is released when `run.lock` is closed or the process ends. The lock belongs to the opened file,
     as a `flock` and Windows' locks do: a POSIX record lock would be released when this process closes any other handle
-    of the file, for example after copying the directory. A forked worker closes its copy of `run.lock` at once, so that
-    the lock does not outlive a killed run. A missing directory is created together with the lock, so that another
-    process that looks for a run to resume never sees a new run without its lock.
+    of the file, for example after copying the directory. A missing directory is created together with the lock, so that
+    another process that looks for a run to resume never sees a new run without its lock.
 
     Raises:
         CheckpointError: The run's directory or `run.lock` cannot be written.
@@ -51,18 +50,32 @@ def lock_run(directory: Path) -> IO[bytes] | None:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("ab")
         try:
-            _lock(file.fileno())
-        except (BlockingIOError, PermissionError):
-            file.close()
-            return None
+            if not take_lock(file):
+                file.close()
+                return None
         except OSError as error:  # the file system does not support locks
             logger.warning("%s cannot be locked (%s): let no other process resume this run.", path, error.strerror)
         if folder != directory:
             folder.replace(directory)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written, so checkpoints cannot be: {error.strerror}") from error
-    _held.add(file)
     return file
+
+
+def take_lock(file: IO[bytes]) -> bool:
+    """Lock an opened file until it is closed or this process ends; return False if another process holds the lock.
+
+    A forked worker closes its copy of the file at once, so that the lock does not outlive a killed process.
+
+    Raises:
+        OSError: The file system does not support locks.
+    """
+    try:
+        _lock(file.fileno())
+    except (BlockingIOError, PermissionError):
+        return False
+    _held.add(file)
+    return True
 
 
 def _close_held() -> None:
@@ -82,10 +95,9 @@ def is_let_go(directory: Path) -> bool:
     try:
         # A network file system locks only files that are open for writing
         with (directory / LOCK_FILE).open("r+b") as file:
-            _lock(file.fileno())
+            return take_lock(file)
     except OSError:
         return False
-    return True
 
 
 @contextlib.contextmanager

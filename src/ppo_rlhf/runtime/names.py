@@ -1,5 +1,7 @@
 """Names that several modules use: datasets of the PPO loop, settings, tags and environment variables."""
 
+import secrets
+
 STATE, NEXT_STATE = "training_state", "next_training_state"
 """Datasets with the training state before and after an iteration. `next_training_state` is the next iteration's
 `training_state`."""
@@ -26,6 +28,21 @@ exported."""
 SET = "set"
 """Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep the parameters of its
 grid."""
+
+
+class UntrackedRun:
+    """The name of a run without tracking in MLflow, which no other run has, on any machine."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> str:
+        """Give the run that begins now a new name, and return the name."""
+        self.name = f"untracked-{secrets.token_hex(8)}"
+        return self.name
+
+
+untracked = UntrackedRun()
 
 
 def env_option(environment: str | None) -> str:

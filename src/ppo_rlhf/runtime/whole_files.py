@@ -1,23 +1,23 @@
 """Atomic writes: other processes never see a partly written file or folder."""
 
 import os
-import platform
 import re
+import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-import psutil
+from ppo_rlhf.runtime.locks import take_lock
 
-ABANDONED_S = 24 * 3600
-"""A draft older than `ABANDONED_S` seconds is deleted, because its process was killed on another machine."""
+DRAFT, LOCK_FILE = "draft", "lock"
+_FOLDER = re.compile(r"\..+\.[0-9a-f]{16}\.draft")
 
 
 @contextmanager
 def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Path]:
-    """Yield a draft, a hidden path beside `target` to write to, and publish the draft as `target` after the block.
+    """Yield a draft, a path in a hidden folder beside `target` to write to, and publish it as `target` after the block.
 
     An existing file `target` is replaced. If the block fails, `target` does not change. Drafts of killed processes are
     deleted.
@@ -32,25 +32,18 @@ def written_whole(target: Path, *, replaces_folder: bool = False) -> Iterator[Pa
 
 @contextmanager
 def drafted(target: Path) -> Iterator[Path]:
-    """Yield a draft, a hidden path beside `target` to write to. The block calls `publish` to rename the draft.
+    """Yield a draft, a path in a hidden folder beside `target` to write to. The block calls `publish` to rename it.
 
     An unpublished draft is deleted after the block. Drafts of killed processes are deleted before the block.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The last "*" matches the ending -journal of SQLite's journal beside a draft
-    for old in target.parent.glob(draft_of("*", process="*") + "*"):
-        # FileNotFoundError: another process has just renamed the draft to its final name
-        with suppress(FileNotFoundError):
-            match = re.search(rf"\.{re.escape(platform.node())}-(\d+)\.draft", old.name)
-            has_ended = match is not None and not psutil.pid_exists(int(match[1]))
-            if has_ended or time.time() - old.stat().st_mtime > ABANDONED_S:
-                delete(old)
-    draft = target.with_name(draft_of(target.name))
-    delete(draft)  # delete the draft of an earlier process that had the same process id
+    delete_abandoned_drafts(target.parent)
+    folder, lock = _new_folder(target)
     try:
-        yield draft
+        with lock:
+            yield folder / DRAFT
     finally:
-        delete(draft)
+        _delete_folder(folder)
 
 
 def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None:
@@ -67,19 +60,55 @@ def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None
     sync(target.parent)
 
 
-def draft_of(name: str, process: str | None = None) -> str:
-    """Return the hidden name of a process's draft of the file `name`; `process` defaults to this process."""
-    return f".{name}.{process or process_name()}.draft"
-
-
 def discard(folder: Path) -> None:
     """Delete a folder, after renaming it, so that other processes never see a partly deleted folder."""
-    delete(folder.rename(folder.with_name(draft_of(f"{folder.name}.old"))))
+    with drafted(folder) as draft:
+        folder.rename(draft)
 
 
-def process_name() -> str:
-    """Return a name that is unique among the processes of all machines that share a disk."""
-    return f"{platform.node()}-{os.getpid()}"
+def delete_abandoned_drafts(parent: Path) -> None:
+    """Delete the drafts in `parent` whose writers have ended.
+
+    A writer has ended if its draft's lock is free. A host name and a process id cannot tell: two containers may share
+    both. If the file system has no locks, no draft is deleted.
+    """
+    for folder in [path for path in parent.glob(".*.draft") if _FOLDER.fullmatch(path.name)]:
+        # OSError: the draft was deleted meanwhile, belongs to another user, or cannot be locked
+        with suppress(OSError):
+            if not (folder / LOCK_FILE).exists():
+                folder.rmdir()  # its writer was killed before it made the lock, or the writer makes another folder
+                continue
+            # A network file system locks only files that are open for writing
+            with (folder / LOCK_FILE).open("r+b") as lock:
+                if not take_lock(lock):
+                    continue
+                _delete_folder(folder)
+            _delete_folder(folder)  # Windows deletes no file that is open, so the lock file is still there
+
+
+def _new_folder(target: Path) -> tuple[Path, IO[bytes]]:
+    """Make a hidden folder beside `target` with a name that no other draft has; return it and its locked file."""
+    while True:
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}.draft")
+        folder.mkdir()
+        try:
+            lock = (folder / LOCK_FILE).open("ab")
+        except FileNotFoundError:
+            continue  # another process has deleted the folder, which had no lock yet
+        is_locked = True
+        with suppress(OSError):  # the file system has no locks
+            is_locked = take_lock(lock)
+        # Before the lock was taken another process may have locked the file, and deleted the folder
+        if is_locked and (folder / LOCK_FILE).exists():
+            return folder, lock
+        lock.close()
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a draft's folder, the lock file last: what a killed process leaves of it is still a draft."""
+    for path in folder.glob(f"{DRAFT}*"):  # a draft of SQLite's has a journal beside it
+        delete(path)
+    delete(folder)
 
 
 def delete(path: Path) -> None:
