@@ -471,9 +471,7 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_replaced_and_what_it_names_st
     assert [path.name for path in run.iterdir()] == ["iteration_000001"]
     assert not (run / "iteration_000001").is_symlink()
     (run / "iteration_000000").symlink_to(disk / "iteration_000001")
-    (run / ".iteration_000002.elsewhere-17.draft").symlink_to(disk / "iteration_000001")
     prune_run(run, PPOConfig(save_total_limit=1), 1)
-    sweep_leftovers(run)
     assert [path.name for path in run.iterdir()] == ["iteration_000001"]
     assert (disk / "iteration_000001" / "policy" / "weights").is_file() == is_there
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -16,10 +18,13 @@ from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import as_json
-from ppo_rlhf.datasets import PairTablesDataset, RecordsDataset, mlflow_queue
+from ppo_rlhf.datasets import PairTablesDataset, RecordsDataset, mlflow_queue, pair_tables
 from ppo_rlhf.datasets.pair_tables import comparison_of
+from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.reward_modelling.nodes import check_preferences
+from ppo_rlhf.preflight.run_checks import check_feedback
 from ppo_rlhf.runtime.log_lines import said
+from ppo_rlhf.runtime.whole_files import written_whole
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.datasets.test_mlflow_queue import answer, store
 from tests.people.test_pair_page import HARD
@@ -103,6 +108,65 @@ def test_a_file_that_exists_is_not_overwritten_and_nothing_else_is_written(tmp_p
         collected(tmp_path, [("p", "a", "b")])
     assert f"{name}: this file exists" in str(failed.value.__cause__)
     assert [file.read_text() for file in tmp_path.rglob("*.*")] == ["mine"]
+
+
+@pytest.mark.parametrize("export", ["pairs.jsonl", "~/pairs.jsonl"])
+def test_preflight_looks_where_the_pairs_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: str
+) -> None:
+    """A relative path is below the project, though the command was typed in a sub-folder."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "notebooks")
+    run: Any = SimpleNamespace(
+        project_path=tmp_path, group=lambda *_: FeedbackConfig(export=export), writes=lambda name: True
+    )
+    assert list(check_feedback(run)) == []
+    collected(tmp_path, [("p", "a", "b")], export=export)
+    assert len((tmp_path / "pairs.jsonl").read_text().splitlines()) == 1
+    assert not list(Path().iterdir())
+    (problem,) = check_feedback(run)
+    assert problem.startswith(f"feedback.export={export}: this file exists, and is not overwritten.")
+
+
+@pytest.mark.parametrize(
+    ("moment", "export"),
+    [("before the file of the pairs", True), ("before the file of the pairs", False), ("after it", True)],
+)
+def test_pairs_of_a_run_that_was_killed_reach_their_file_at_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, export: bool
+) -> None:
+    child = os.fork()
+    if child == 0:
+        written = iter([written_whole, lambda *_: os._exit(9)])
+        if moment == "after it":
+            monkeypatch.setattr(Path, "rename", lambda *_: os._exit(9))
+        else:
+            monkeypatch.setattr(pair_tables, "written_whole", lambda file: next(written)(file))
+        collected(tmp_path, [("p", "a", "b"), (CHAT, "c", "d")], **({} if export else {"export": None}))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    sheet = tmp_path / ("pairs.jsonl" if export else "feedback_pairs/sft.0.pairs.jsonl")
+    assert sheet.exists() == (moment == "after it")
+    for _ in range(2):
+        pairs = PairTablesDataset(str(tmp_path / "feedback_pairs")).load()
+        assert pairs.table["number"].tolist() == [0, 1]
+        assert [json.loads(line)["number"] for line in sheet.read_text().splitlines()] == [0, 1]
+        assert [file.name for file in (tmp_path / "feedback_pairs").glob("*.parquet")] == ["0.parquet"]
+    seen = sheet.read_text()
+    others = collected(tmp_path / "others", [("p", "a", "b"), (CHAT, "c", "d")])  # that nobody has killed
+    assert (tmp_path / "others" / "pairs.jsonl").read_text() == seen
+    (others.folder / "0.parquet").rename(others.folder / "0.unwritten.parquet")
+    (tmp_path / "others" / "pairs.jsonl").write_text("of another program")
+    with pytest.raises(DatasetError) as failed:
+        others.load()
+    assert re.fullmatch(
+        r".*pairs\.jsonl: this file exists, and is not overwritten: the pairs of .*0\.unwritten\.parquet belong "
+        r"there\. Move the file, or remove the table, whose pairs nobody has seen\.",
+        str(failed.value.__cause__),
+    )
+    assert (tmp_path / "others" / "pairs.jsonl").read_text() == "of another program"
 
 
 def test_a_damaged_table_of_pairs_is_named_in_one_line(tmp_path: Path) -> None:

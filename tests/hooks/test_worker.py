@@ -18,13 +18,14 @@ from ppo_rlhf.core.errors import LaunchError
 from ppo_rlhf.datasets import ResumeCheckpointDataset
 from ppo_rlhf.hooks import ChecksHook, TrackingHook, WorkerHook
 from ppo_rlhf.hooks.worker import RUN_ID, agree_on_run
-from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime import paths, processes
 
 
 def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     told = []
+    monkeypatch.setattr(paths.running, "project", None)  # restored afterwards
     monkeypatch.setenv(RUN_ID, "")  # restored afterwards
     monkeypatch.setattr(processes, "process_count", lambda: 2)
     tells = ("run", tmp_path, tmp_path, "bfloat16")
@@ -36,7 +37,7 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     monkeypatch.setenv(RUN_ID, "")
     entry = ResumeCheckpointDataset(str(tmp_path), "latest")
     catalog = DataCatalog({"resume_checkpoint": entry, "params:ppo": MemoryDataset(PPOConfig())})
-    WorkerHook().before_pipeline_run(Pipeline([]), catalog)
+    WorkerHook().before_pipeline_run({"project_path": str(tmp_path)}, Pipeline([]), catalog)
     assert os.environ[RUN_ID] == "run"
     assert entry.load() == tmp_path
     assert catalog.load("params:ppo").dtype == "bfloat16"  # though auto would be float32 here
@@ -44,13 +45,14 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
 
 def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     lost = tmp_path / "run"
+    monkeypatch.setattr(paths.running, "project", None)  # restored afterwards
     monkeypatch.setenv(RUN_ID, "")
     monkeypatch.setattr(processes, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "from_main", lambda value: ("run", None, lost, None))
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
     for process in (
         lambda: agree_on_run("run", None, lost),
-        lambda: WorkerHook().before_pipeline_run(Pipeline([]), DataCatalog({})),
+        lambda: WorkerHook().before_pipeline_run({"project_path": str(tmp_path)}, Pipeline([]), DataCatalog({})),
     ):
         with pytest.raises(LaunchError, match=f"^process 1 .*{lost}: "):
             process()

@@ -22,6 +22,8 @@ from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import mlflow_queue
 from ppo_rlhf.people.answers import RANDOM, SHEET, Comparison, answers_of, is_answers
+from ppo_rlhf.runtime.locks import one_at_a_time
+from ppo_rlhf.runtime.paths import below_project, in_project
 from ppo_rlhf.runtime.whole_files import written_whole
 
 NEEDED = (
@@ -29,6 +31,8 @@ NEEDED = (
     *("policy", "against", RANDOM),
 )
 """Columns without which a table of pairs is damaged."""
+UNWRITTEN = ".unwritten.parquet"
+"""Ending of a table whose pairs are not yet written to their file."""
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +94,9 @@ class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
     """The pairs of all runs of `collect_feedback`.
 
     `save` takes the rows of one collection. It writes a table with the sides, then the pairs without the sides as JSON
-    lines: to the file in the column `export`, or to a file in the folder if `export` is None. `load` returns the
-    `CollectedPairs` of all collections. Example:
+    lines: to the file in the column `export`, or to a file in the folder if `export` is None. Until the file of the
+    pairs is written the table is called `<second>.unwritten.parquet`; the file that a killed run did not write is
+    written by the next `load`. `load` returns the `CollectedPairs` of all collections. Example:
 
     ```yaml
     feedback_pairs:
@@ -110,24 +115,50 @@ class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
         Raises:
             DataError: One of the files exists: it is not overwritten.
         """
-        rows = data.to_dict("records")
-        collected, place, queue, export = (rows[0][name] for name in ("collected", "place", "queue", "export"))
-        sheet = Path(export or self.folder / f"{queue}.{place}.pairs.jsonl")
-        sides = self.folder / f"{collected}.parquet"
-        for file in (sides, sheet):
-            if file.exists():
-                raise DataError(f"{file}: this file exists, and is not overwritten. Did another run write it?")
-        with written_whole(sides) as draft:
-            data.to_parquet(draft)
-        sheet.parent.mkdir(parents=True, exist_ok=True)
-        with sheet.open("x", encoding="utf-8") as opened:
-            for row in rows:
-                pair = vars(comparison_of(row))
-                opened.write(as_json({**{name: pair[name] for name in SHEET}, RANDOM: bool(row[RANDOM])}) + "\n")
-        log.info("%d pairs are in %s.", len(rows), sheet)
+        unwritten = self.folder / f"{data['collected'].iloc[0]}{UNWRITTEN}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(self.folder):
+            for file in (self._sheet(data), _written(unwritten), unwritten):
+                if file.exists():
+                    raise DataError(f"{file}: this file exists, and is not overwritten. Did another run write it?")
+            with written_whole(unwritten) as draft:
+                data.to_parquet(draft)
+            self._write_sheet(unwritten)
 
     def load(self) -> CollectedPairs:
+        """Return the pairs of all collections, after writing the files of pairs that killed runs did not write.
+
+        Raises:
+            DataError: As `CollectedPairs.read`, or in the place of such a file of pairs there is another file.
+        """
+        if any(self.folder.glob(f"*{UNWRITTEN}")):
+            with one_at_a_time(self.folder):
+                for unwritten in sorted(self.folder.glob(f"*{UNWRITTEN}")):
+                    self._write_sheet(unwritten)
         return CollectedPairs.read(self.folder)
+
+    def _sheet(self, table: pd.DataFrame) -> Path:
+        place, queue, export = (table[name].iloc[0] for name in ("place", "queue", "export"))
+        return in_project(export) if isinstance(export, str) else self.folder / f"{queue}.{place}.pairs.jsonl"
+
+    def _write_sheet(self, unwritten: Path) -> None:
+        """Write the file of the pairs of a table, if the run that was killed had not written it; rename the table."""
+        table = _read(unwritten)
+        sheet, text = self._sheet(table), ""
+        for row in table.to_dict("records"):
+            pair = vars(comparison_of(row))
+            text += as_json({**{name: pair[name] for name in SHEET}, RANDOM: bool(row[RANDOM])}) + "\n"
+        content = text.encode("utf-8")
+        if not sheet.exists():
+            with written_whole(sheet) as draft:
+                draft.write_bytes(content)
+        elif sheet.read_bytes() != content:
+            raise DataError(
+                f"{sheet}: this file exists, and is not overwritten: the pairs of {unwritten} belong there. Move the "
+                "file, or remove the table, whose pairs nobody has seen."
+            )
+        unwritten.rename(_written(unwritten))
+        log.info("%d pairs are in %s.", len(table), sheet)
 
     def _exists(self) -> bool:
         return True  # before the first collection, there are no pairs
@@ -142,7 +173,7 @@ def file_of_answers(source: str, folder: Path) -> str:
     The file's name has a hash of the answers, so that later answers do not replace those of an earlier run.
     """
     if not source.startswith(mlflow_queue.SCHEME):
-        return source
+        return below_project(source)
     queue = source.removeprefix(mlflow_queue.SCHEME)
     text = "".join(f"{as_json(row)}\n" for row in mlflow_queue.get(queue))
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
@@ -152,6 +183,10 @@ def file_of_answers(source: str, folder: Path) -> str:
             draft.write_text(text, encoding="utf-8")
         log.info("The answers of %s are in %s.", source, file)
     return str(file)
+
+
+def _written(unwritten: Path) -> Path:
+    return unwritten.with_name(f"{unwritten.name.removesuffix(UNWRITTEN)}.parquet")
 
 
 def _read(file: Path) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
-from ppo_rlhf.runtime.paths import path_of
+from ppo_rlhf.runtime.paths import below_project, path_of
 from ppo_rlhf.runtime.processes import process_count
 
 PREFIX = "params:"
@@ -257,7 +257,6 @@ def _reward_model_tags(reward: Any, project_path: Path) -> dict[str, str]:
     if not named:
         return {}
     from ppo_rlhf.models.loading import PretrainedHandle
-    from ppo_rlhf.rewards.scorers import below_project
 
     tags: dict[str, str] = {}
     for title, path in named.items():

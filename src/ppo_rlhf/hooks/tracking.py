@@ -51,6 +51,7 @@ from ppo_rlhf.hooks.tracking_store import (
     store_errors_as_config_errors,
 )
 from ppo_rlhf.hooks.worker import agree_on_run
+from ppo_rlhf.runtime import paths
 from ppo_rlhf.runtime.locks import lock_run, one_at_a_time
 from ppo_rlhf.runtime.names import SET, TRAININGS, untracked
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
@@ -133,6 +134,7 @@ class TrackingHook(MlflowHook):
 
         self._let_go()
         self._is_sweep, project_path = TRAININGS in pipeline.all_outputs(), Path(run_params["project_path"])
+        paths.running.project = project_path
         entry = resume_entry(pipeline, catalog)
         named = None if entry is None else find_named(entry.requested, entry.root, project_path)
         disabled = self.mlflow_config.tracking.disable_tracking.pipelines
@@ -332,7 +334,7 @@ class TrackingHook(MlflowHook):
     def _let_go(self) -> None:
         """Forget the run, and release its lock so that other processes can resume the run."""
         self._saving.close()
-        self.run_id = self._log = self._catalog = self._checkpoints = None
+        self.run_id = self._log = self._catalog = self._checkpoints = paths.running.project = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from kedro.config import OmegaConfigLoader
 from kedro.framework.context import KedroContext
@@ -18,7 +18,7 @@ from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.process import prepare_process
 from ppo_rlhf.hooks.run_description import settle_dtype
-from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime import paths, processes
 from ppo_rlhf.runtime.names import POLICY, RESUME_CHECKPOINT, RUN_ID
 
 
@@ -60,10 +60,11 @@ class WorkerHook:
         logging.getLogger(processes.__name__).setLevel(logging.WARNING)
 
     @hook_impl
-    def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    def before_pipeline_run(self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Make a worker process wait until the main process has checked the run and opened the MLflow run."""
         from ppo_rlhf.datasets import ResumeCheckpointDataset
 
+        paths.running.project = Path(run_params["project_path"])
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
             # Collectives are forbidden here, because the main process runs the block before the other processes do

@@ -23,7 +23,8 @@ from ppo_rlhf.judge.answer_form import read_answer, response_format
 from ppo_rlhf.judge.chat_transport import RequestError, in_words
 from ppo_rlhf.judge.request_text import CRITERIA, rendered, template_of
 from ppo_rlhf.judge.settings import LLMJudgeConfig
-from ppo_rlhf.runtime.user_functions import RewardFunction, load_function, project_above
+from ppo_rlhf.runtime.paths import in_project
+from ppo_rlhf.runtime.user_functions import RewardFunction, load_function
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +62,15 @@ class LLMJudge:
     def __init__(self, config: LLMJudgeConfig, name: str = "judge", project_path: Path | None = None) -> None:
         """Take the judge's settings; `name` begins the text of errors.
 
-        The answer cache is below `project_path`, which defaults to the nearest project at or above the working
-        directory.
+        The answer cache is below `project_path`, which defaults to the project that runs, or the nearest at or above
+        the working directory.
 
         Raises:
             ConfigError: The judge's template is invalid.
         """
         self.config, self.name, self.counts, self._has_warned = config, name, Counts(), False
         self._has_answered = False
-        self._path = None if config.cache is None else (project_path or project_above(Path.cwd())) / config.cache
+        self._path = None if config.cache is None else in_project(config.cache, project_path)
         self._template = template_of(config.question, name)
         if config.criteria is not None and "criteria" not in config.question:
             raise ConfigError(

@@ -28,7 +28,7 @@ from ppo_rlhf.ppo.run_setup import check_device
 from ppo_rlhf.preflight import memory
 from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import below_project
+from ppo_rlhf.runtime.paths import below_project
 from ppo_rlhf.runtime.processes import process_count
 
 

@@ -34,10 +34,11 @@ from ppo_rlhf.ppo.run_setup import check_export, lora_settings
 from ppo_rlhf.preflight.probes import shrunk
 from ppo_rlhf.preflight.request import MADE_BY, PROMPTS, RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
-from ppo_rlhf.rewards.scorers import below_project, build_reward_scorer, check_chats, check_scorable
+from ppo_rlhf.rewards.scorers import build_reward_scorer, check_chats, check_scorable
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 from ppo_rlhf.runtime.names import STATE
+from ppo_rlhf.runtime.paths import below_project
 
 SMALL = 2_000_000
 """Largest number of parameters of a model that is built to try an architecture."""

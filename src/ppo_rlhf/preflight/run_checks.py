@@ -43,6 +43,7 @@ from ppo_rlhf.preflight.preparation import (
 )
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, REFERENCE_TEXTS, TABLES, RunRequest
 from ppo_rlhf.runtime.names import EVALUATION_METRICS, STATE, TRAININGS
+from ppo_rlhf.runtime.paths import in_project
 from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
@@ -114,7 +115,7 @@ def check_feedback(run: RunRequest) -> Iterator[str]:
     """Find a file for the pairs that exists, before any pair is sampled."""
     feedback = run.group("feedback", FeedbackConfig)
     export = None if feedback is None or not run.writes("feedback_pairs") else feedback.export
-    if export and (run.project_path / export).exists():
+    if export and in_project(export, run.project_path).exists():
         yield f"feedback.export={export}: this file exists, and is not overwritten. Give another name."
 
 

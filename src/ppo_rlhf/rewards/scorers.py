@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from ppo_rlhf.rewards.rendering import Rendering
 from ppo_rlhf.rewards.scoring import ModelScoring, ResponseBatch, RewardScorer, Scoring
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.log_lines import say_once
-from ppo_rlhf.runtime.paths import expand_home
-from ppo_rlhf.runtime.user_functions import RewardFunction, project_above
+from ppo_rlhf.runtime.paths import below_project
+from ppo_rlhf.runtime.user_functions import RewardFunction
 
 NOTHING_TO_OFFLOAD = (
     "ppo.offload_reward_model=true, but this run loads no reward model: leave the setting out, or add a component of "
@@ -128,12 +127,6 @@ def score_sequences(
     dtype = torch.promote_types(model.dtype, torch.float32)
     how: dict[str, Any] = {"device": device or model.device, "batch_size": batch_size, "halving": halving}
     return table_by_rows(model, [len(ids) for ids in sequences], 1, dtype, scores, **how)[:, 0]
-
-
-def below_project(path: str, project: Path | None = None) -> str:
-    """Return the path of a model directory below the project; return any other path or hub id without its `~`."""
-    inside = (project or project_above(Path.cwd())) / path
-    return str(inside) if inside.is_dir() else expand_home(path)
 
 
 def handles_of(config: RewardConfig, catalogued: PretrainedHandle | None) -> dict[str | None, PretrainedHandle]:

@@ -113,7 +113,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY)
     line = (
         "Waiting for another process that has locked %s: a run that starts or registers its model, or that "
-        "dequantises a GGUF file, or `kedro clean`."
+        "dequantises a GGUF file, `collect_feedback`, or `kedro clean`."
     )
     waits = threading.Timer(SLOW_S, logger.warning, [line, folder])
     waits.daemon = True

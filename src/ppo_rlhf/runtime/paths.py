@@ -1,7 +1,8 @@
-"""Paths of catalog entries, and how messages show paths."""
+"""Paths of catalog entries and of settings, and how messages show paths."""
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SHIPPED_CONF = Path(__file__).parents[1] / "starter" / "project" / "conf"
@@ -10,6 +11,37 @@ conf/base."""
 
 DOCS = Path(__file__).parents[1] / "docs"
 """The documentation in the installed package: the pages that messages refer to as docs/…."""
+
+running = SimpleNamespace(project=None)
+"""`project`: the folder of the Kedro project whose pipeline runs, which hooks set; None outside of a run."""
+
+
+def project_above(folder: Path) -> Path:
+    """Return the nearest folder with a pyproject.toml, from `folder` upwards; return `folder` if no folder has one."""
+    return next((path for path in (folder, *folder.parents) if (path / "pyproject.toml").is_file()), folder)
+
+
+def project_folder() -> Path:
+    """Return the folder of the project that runs; outside of a run the nearest at or above the working directory."""
+    return running.project or project_above(Path.cwd())
+
+
+def in_project(path: str | Path, project: Path | None = None) -> Path:
+    """Return where the path of a setting leads: a relative path below the project, also from a sub-folder of it.
+
+    Preflight checks and nodes both call this function, so that what is checked is what is read or written. `project`
+    defaults to `project_folder`.
+    """
+    return (project or project_folder()) / Path(path).expanduser()
+
+
+def below_project(source: str, project: Path | None = None) -> str:
+    """Return where a setting's source leads, as `in_project`; return a name on the hub unchanged.
+
+    A relative path that exists only below the working directory counts as missing in the project.
+    """
+    inside = in_project(source, project)
+    return str(inside) if inside.exists() or os.path.exists(source) else expand_home(source)
 
 
 def expand_home(filepath: str) -> str:
@@ -60,6 +92,6 @@ def path_of(dataset: Any) -> str | None:
 def readable_path(path: str | Path, project: Path | None = None) -> str:
     """Return a path below the project relative to the project; return other paths and hub ids unchanged.
 
-    `project` defaults to the working directory.
+    `project` defaults to `project_folder`.
     """
-    return str(path).removeprefix(f"{project or os.getcwd()}{os.sep}")
+    return str(path).removeprefix(f"{project or project_folder()}{os.sep}")

@@ -18,6 +18,7 @@ import torch
 
 from ppo_rlhf.core.errors import RewardError, kind_and_text
 from ppo_rlhf.runtime.own_process import ending_children
+from ppo_rlhf.runtime.paths import project_folder
 from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
 RewardFunction = Callable[..., list[float]]
@@ -27,13 +28,13 @@ RewardFunction = Callable[..., list[float]]
 def load_function(reference: str, project_path: Path | None = None) -> RewardFunction:
     """Import `module:name` from the project's directory, the project's `src` or the Python path.
 
-    `project_path` defaults to the nearest project at or above the working directory.
+    `project_path` defaults to the project that runs, or the nearest at or above the working directory.
 
     Raises:
         RewardError: The module or the name does not exist, the object is not callable, or importing the module fails.
     """
     module_name, name = split_reference(reference)
-    project = project_path or project_above(Path.cwd())
+    project = project_path or project_folder()
     searched = [str(project), str(project / "src")]
     try:
         importlib.invalidate_caches()
@@ -122,8 +123,3 @@ def split_reference(reference: str) -> tuple[str, str]:
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
         raise RewardError(f"{reference!r} does not name a function: write module:name, for example my_rewards:score.")
     return module_name, name
-
-
-def project_above(folder: Path) -> Path:
-    """Return the nearest folder with a pyproject.toml, from `folder` upwards; return `folder` if no folder has one."""
-    return next((path for path in (folder, *folder.parents) if (path / "pyproject.toml").is_file()), folder)

@@ -23,7 +23,7 @@ from ppo_rlhf.people.pairs import FeedbackConfig, contents, sample_comparisons
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import readable_path
+from ppo_rlhf.runtime.paths import below_project, readable_path
 from ppo_rlhf.runtime.processes import on_main
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,6 @@ def policy_named(name: str, given: Mapping[str, PretrainedHandle | None]) -> Pre
     policy = given.get(name)
     if policy is None:
         like = next(handle for handle in given.values() if handle is not None)
-        policy = replace(like, source=newest_version(name))
+        policy = replace(like, source=newest_version(below_project(name)))
     policy.check_causal_lm()
     return policy
