@@ -268,6 +268,16 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert table["iteration"].tolist() == [1, 1, 1, 3, 3, 3]
 
 
+@pytest.mark.parametrize("env", ["o'brien", pytest.param("both \" and '", marks=pytest.mark.slow)])
+def test_latest_finds_the_run_of_an_environment_whose_name_has_quotes(toy: Toy, env: str):
+    shutil.copytree(toy.project / "conf" / "local", toy.project / "conf" / env)
+    meant = toy.interrupted(env=env)
+    toy.left(environment="other")
+    toy.run("resume=latest", env=env)
+    assert toy.get(meant).info.status == "FINISHED"
+    assert len(toy.runs()) == 2
+
+
 def test_a_stopped_sweep_says_what_it_keeps_and_how_it_is_resumed(toy: Toy, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         run_id = toy.interrupted(pipelines="sweep")

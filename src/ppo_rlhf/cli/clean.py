@@ -20,6 +20,7 @@ from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import context_here, existing_store
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.files import FORMATS
+from ppo_rlhf.datasets.search_filters import equals
 from ppo_rlhf.hooks.run_description import CHECKPOINTS, NONE, PROJECT_PATH, place_of
 from ppo_rlhf.hooks.run_log import WRITTEN
 from ppo_rlhf.hooks.tracking_store import store_errors_as_config_errors
@@ -307,12 +308,12 @@ def _delete(runs: Runs, run_id: str, folders: list[Path], kept: Collection[str])
     ]
     is_local = runs.here(run, str(_artifacts(run.info.artifact_uri))).is_relative_to(runs.project)
     for each in family if is_local else ():
-        query = f"run_id = '{each.info.run_id}'"
-        for version in client.search_model_versions(query):
+        for version in client.search_model_versions(equals("run_id", each.info.run_id)):
             client.delete_model_version(version.name, str(version.version))
         if each.info.lifecycle_stage == "active":
             client.delete_run(each.info.run_id)
-        for model in mlflow.search_logged_models([run.info.experiment_id], f"source_{query}", output_format="list"):
+        query = equals("source_run_id", each.info.run_id)
+        for model in mlflow.search_logged_models([run.info.experiment_id], query, output_format="list"):
             client.delete_logged_model(model.model_id)
     for folder in folders:
         shutil.rmtree(folder)

@@ -20,6 +20,7 @@ from mlflow.entities.trace_location import MlflowExperimentLocation
 
 from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.datasets.search_filters import equals
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts
 from ppo_rlhf.people.answers import ANSWER, ANSWERS, NUMBER, PERSON, RATIONALE, TIME, Comparison
 from ppo_rlhf.people.pair_page import page
@@ -162,7 +163,7 @@ def _queue_asking(queue: str, experiment: str, instruction: str) -> str:
 def _traces(queue: str, experiment: str) -> list[Any]:
     """Return what MLflow knows of the pairs of a review queue (mlflow.entities.TraceInfo), the oldest first."""
     search = mlflow.MlflowClient().search_traces
-    query = f"tags.`{QUEUE_TAG}` = '{queue}'"
+    query = equals(f"tags.`{QUEUE_TAG}`", queue)
     found = _pages(search, locations=[experiment], filter_string=query, include_spans=False)
     traces = [trace.info for trace in found if re.fullmatch("[0-9]+", trace.info.tags.get(NUMBER_TAG, ""))]
     return sorted(traces, key=lambda info: info.request_time)

@@ -25,6 +25,7 @@ from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name
 from ppo_rlhf.checkpoints.model_files import POLICY
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, run_directory
+from ppo_rlhf.datasets.search_filters import equals
 from ppo_rlhf.evaluation.verdict import Verdict, read_verdict
 from ppo_rlhf.hooks import served_chat
 from ppo_rlhf.hooks.run_description import verdict_of
@@ -164,7 +165,7 @@ def _logged_model(run: Run, name: str, step: int) -> str | None:
     kill left half written.
     """
     steps = {output.model_id: output.step for output in (run.outputs.model_outputs if run.outputs else ())}
-    query = f"source_run_id = '{run.info.run_id}' AND name = '{name}'"
+    query = f"{equals('source_run_id', run.info.run_id)} AND {equals('name', name)}"
     for model in mlflow.search_logged_models([run.info.experiment_id], query, output_format="list"):
         if model.model_id not in steps or model.status != LoggedModelStatus.READY:
             mlflow.MlflowClient().delete_logged_model(model.model_id)
@@ -187,9 +188,9 @@ def register(model_id: str, start: str, summary: Mapping[str, Any]) -> None:
     tags = {**summary["conditions"], "win_rate": str(summary["eval/win_rate"]), "verdict": verdict.value}
     uri, source = mlflow.get_tracking_uri(), f"models:/{model_id}"
     with one_at_a_time(Path(uri.removeprefix(SQLITE)).parent if uri.startswith(SQLITE) else Path.cwd()):
-        if not client.search_registered_models(f"name = '{name}'"):
+        if not client.search_registered_models(equals("name", name)):
             client.create_registered_model(name)
-        known = {each.source: each for each in client.search_model_versions(f"name = '{name}'")}
+        known = {each.source: each for each in client.search_model_versions(equals("name", name))}
         # Reuse the model version that this run registered before an interruption
         version = known.get(source) or client.create_model_version(
             name, source, model.source_run_id, tags=tags, model_id=model_id, description=verdict_of(summary)

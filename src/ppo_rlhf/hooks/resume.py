@@ -254,9 +254,10 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
 
     The runs are not sorted by start times, because a clock may have been set back.
     """
-    same = "".join(f"tags.{name} = '{this.tags[name]}' and " for name in ("pipeline", "environment"))
-    query = f"{same}status != 'FINISHED'"
-    runs: list[Run] = mlflow.search_runs([experiment_id], filter_string=query, output_format="list")
+    found: list[Run] = mlflow.search_runs([experiment_id], "attributes.status != 'FINISHED'", output_format="list")
+    # Compared here, because a filter of MLflow's cannot have every name of a folder
+    same = ("pipeline", "environment")
+    runs = [run for run in found if all(run.data.tags.get(name) == this.tags[name] for name in same)]
 
     def written_at(run: Run) -> float:
         folder = root / run.info.run_id

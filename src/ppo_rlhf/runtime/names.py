@@ -1,6 +1,7 @@
 """Names that several modules use: datasets of the PPO loop, settings, tags and environment variables."""
 
 import secrets
+import shlex
 
 STATE, NEXT_STATE = "training_state", "next_training_state"
 """Datasets with the training state before and after an iteration. `next_training_state` is the next iteration's
@@ -47,4 +48,4 @@ untracked = UntrackedRun()
 
 def env_option(environment: str | None) -> str:
     """Return the option ` --env …` for a command; empty for conf/local, the default environment."""
-    return f" --env {environment}" if environment not in (None, "local") else ""
+    return f" --env {shlex.quote(environment)}" if environment is not None and environment != "local" else ""

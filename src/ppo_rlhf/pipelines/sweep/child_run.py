@@ -11,6 +11,7 @@ import mlflow
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking.context.registry import resolve_tags
 
+from ppo_rlhf.datasets.search_filters import equals
 from ppo_rlhf.runtime.names import SET
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
@@ -41,8 +42,8 @@ def finished_trainings() -> list[tuple[dict[str, str], dict[str, float]]]:
     """Return the params and last metrics of each finished run below the active run; empty without an active run."""
     if (parent := mlflow.active_run()) is None:
         return []
-    below = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = 'FINISHED'"
-    runs = mlflow.MlflowClient().search_runs([parent.info.experiment_id], below)
+    below = equals("tags.`mlflow.parentRunId`", parent.info.run_id)
+    runs = mlflow.MlflowClient().search_runs([parent.info.experiment_id], f"{below} and attributes.status = 'FINISHED'")
     return [(run.data.params, run.data.metrics) for run in runs]
 
 
