@@ -16,6 +16,7 @@ from ppo_rlhf.core.errors import (
     ModelError,
     PPORLHFError,
     RewardError,
+    TrackingStoreError,
     TrainingError,
 )
 from ppo_rlhf.hooks.run_end import end_tags, resume_command, resume_hint
@@ -71,7 +72,11 @@ def test_no_command_to_go_on_is_named_where_the_same_input_would_fail_again(
         line = resume_hint(wrapped, folder, tmp_path)
         assert "docs/resume.md" in line
         assert "To resume" not in line
-    for mended in (RewardError("raised"), as_error(SystemExit("from outside"))):
+    for mended in (
+        RewardError("raised"),
+        TrackingStoreError("the server is gone"),
+        as_error(SystemExit("from outside")),
+    ):
         assert "To resume" in resume_hint(mended, checkpoints, tmp_path)
 
 

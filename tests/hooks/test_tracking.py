@@ -263,6 +263,17 @@ def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Pa
     assert "Traceback" not in result.output
 
 
+def test_a_database_without_its_driver_is_one_line_also_in_a_run(kedro: Kedro, toy_project: Path):
+    uri = "postgresql+pg8000://anna:secret@db/runs"
+    (toy_project / "conf" / "local" / "mlflow.yml").write_text(f"server:\n  mlflow_tracking_uri: {uri}\n")
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 1
+    assert re.search(
+        r"^Error: postgresql\+pg8000://\*\*\*@db/runs: the database's driver is not installed ", result.stderr
+    )
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.slow
 def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_password(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from mlflow.store.db.utils import _get_managed_session_maker
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
 
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, TrackingStoreError
 from ppo_rlhf.datasets.tracking_errors import one_line, short_timeouts
 from ppo_rlhf.hooks.tracking_store import place_in_project, store_errors_as_config_errors
 
@@ -53,7 +53,7 @@ def test_a_database_that_fails_is_one_line_without_a_traceback_also_where_no_log
     capsys: pytest.CaptureFixture[str],
 ):
     session = _get_managed_session_maker(sessionmaker(create_engine("sqlite://")), "sqlite")
-    refusal = pytest.raises(ConfigError, match=r"^The store: .*no such table: lost$")
+    refusal = pytest.raises(TrackingStoreError, match=r"^The store: .*no such table: lost$")
     with refusal, store_errors_as_config_errors("The store"), session() as opened:
         opened.execute(text("SELECT 1 FROM lost"))
     assert capsys.readouterr().err == ""

@@ -21,6 +21,10 @@ class ConfigError(PPORLHFError, ValueError):
     """A parameter, or a combination of parameters, is not acceptable."""
 
 
+class TrackingStoreError(ConfigError):
+    """MLflow's tracking store cannot be used: the same run may go on when the store is there again."""
+
+
 class DataError(PPORLHFError, ValueError):
     """A data file, column or row that a user gave is not acceptable."""
 

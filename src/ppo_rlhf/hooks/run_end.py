@@ -10,7 +10,15 @@ from pathlib import Path
 
 import psutil
 
-from ppo_rlhf.core.errors import ConfigError, DataError, DivergenceError, ModelError, TrainingError, project_error
+from ppo_rlhf.core.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    ModelError,
+    TrackingStoreError,
+    TrainingError,
+    project_error,
+)
 from ppo_rlhf.runtime.paths import readable_path
 from ppo_rlhf.runtime.processes import process_count
 
@@ -40,7 +48,8 @@ def resume_hint(error: BaseException, checkpoints: Path, project_path: Path, *, 
         where = where if last is None else f"Last checkpoint: {readable_path(last, project_path)}"
         # A TrainingError without a cause comes from training itself; a cause means an error from outside training
         is_training = isinstance(own, TrainingError) and own.__cause__ is None
-        if is_training or isinstance(own, ConfigError | DataError | ModelError):
+        is_given = isinstance(own, ConfigError | DataError | ModelError) and not isinstance(own, TrackingStoreError)
+        if is_training or is_given:
             again = "The same models, data and settings would fail again"
             return f"{where}. {again}; docs/resume.md says what a resumed run may change."
         # The command to resume stands on a line of its own, so that a user can copy it

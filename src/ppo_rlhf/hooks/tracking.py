@@ -20,6 +20,7 @@ from kedro_mlflow.config.resolvers import resolve_random_name
 from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
 from mlflow.entities import RunStatus, RunTag
 from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+from mlflow.store.db.db_types import DATABASE_ENGINES
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
@@ -43,7 +44,9 @@ from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
     check_artifacts,
+    database_engine,
     end_active_run,
+    kind_of_store,
     log_store_errors,
     make_database,
     name_slow_store,
@@ -161,6 +164,8 @@ class TrackingHook(MlflowHook):
         if (active := mlflow.active_run()) is not None:
             raise ConfigError(f"MLflow run {active.info.run_id} is open already; call mlflow.end_run() first.")
         with store_errors_as_config_errors(self._complaint("cannot be used")):
+            if kind_of_store(self._uri()) in DATABASE_ENGINES:
+                database_engine(self._uri())  # MLflow would end in a traceback if the driver is missing
             if self._uri().startswith(SQLITE):
                 make_database(Path(self._uri().removeprefix(SQLITE)))
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import mlflow
 from kedro_mlflow.config.kedro_mlflow_config import ExperimentOptions, KedroMlflowConfig
@@ -16,11 +17,11 @@ from mlflow.entities import RunStatus
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
-from sqlalchemy import create_engine, inspect
+from sqlalchemy import Engine, create_engine, inspect
 from sqlalchemy.pool import NullPool
 
 from ppo_rlhf.core.addresses import without_secrets
-from ppo_rlhf.core.errors import ConfigError
+from ppo_rlhf.core.errors import ConfigError, TrackingStoreError
 from ppo_rlhf.datasets.tracking_errors import STORE_ERRORS, one_line, short_timeouts
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.locks import one_at_a_time
@@ -94,6 +95,23 @@ def check_writable(database: Path) -> None:
             )
 
 
+def kind_of_store(uri: str) -> str:
+    """Return the scheme of a tracking store's address without the driver: `postgresql` of `postgresql+psycopg://…`."""
+    return uri.partition(":")[0].partition("+")[0]
+
+
+def database_engine(uri: str, **arguments: Any) -> Engine:
+    """Return SQLAlchemy's engine of a database, without connecting to the database.
+
+    Raises:
+        ConfigError: The database's driver is not installed.
+    """
+    try:
+        return create_engine(uri, connect_args=arguments, poolclass=NullPool)
+    except ImportError as error:
+        raise ConfigError(f"{without_secrets(uri)}: the database's driver is not installed ({error}).") from error
+
+
 def check_answers(uri: str) -> None:
     """Raise one of STORE_ERRORS or ConfigError if MLflow's tracking server or database does not answer. Nothing is
     written.
@@ -101,7 +119,7 @@ def check_answers(uri: str) -> None:
     A missing sqlite file passes the check if it can be created. Tracking stores that are neither servers nor databases
     always pass the check.
     """
-    kind = uri.partition(":")[0].partition("+")[0]
+    kind = kind_of_store(uri)
     if uri.startswith(SQLITE):
         database = Path(uri.removeprefix(SQLITE))
         check_writable(database)
@@ -110,11 +128,7 @@ def check_answers(uri: str) -> None:
         uri = f"{SQLITE}file:{database}?mode=ro&uri=true"
     if kind in DATABASE_ENGINES:  # MLflow creates missing tables when it connects, so connect without MLflow
         patience = {} if kind == "sqlite" else {"connect_timeout": round(SLOW_S)}
-        try:
-            engine = create_engine(uri, connect_args=patience, poolclass=NullPool)
-        except ImportError as error:
-            raise ConfigError(f"{without_secrets(uri)}: the database's driver is not installed ({error}).") from error
-        inspect(engine).get_table_names()
+        inspect(database_engine(uri, **patience)).get_table_names()
     elif kind in ("http", "https"):
         with short_timeouts():
             mlflow.MlflowClient(uri).search_experiments(max_results=1)
@@ -165,8 +179,8 @@ def log_store_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def store_errors_as_config_errors(complaint: str) -> Iterator[None]:
-    """Turn a failure of the tracking store into a ConfigError whose message begins with `complaint`."""
+    """Turn a failure of the tracking store into a TrackingStoreError whose message begins with `complaint`."""
     try:
         yield
     except STORE_ERRORS as error:
-        raise ConfigError(f"{complaint}: {one_line(error)}") from error
+        raise TrackingStoreError(f"{complaint}: {one_line(error)}") from error
