@@ -12,7 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
+from transformers import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+)
 
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
@@ -276,8 +283,39 @@ def trainer_with(needed: int) -> None:
 def test_transformers_own_callbacks_work_where_they_can(capsys):
     trainer_of(PrinterCallback()).train()
     assert "'objective/kl'" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match=r"EarlyStoppingCallback\.on_train_begin.*AssertionError"):
-        trainer_of(EarlyStoppingCallback()).train()
+
+
+@pytest.mark.parametrize(
+    ("callback", "lacks"),
+    [
+        (EarlyStoppingCallback(), r"state\.best_metric"),
+        (EarlyStoppingCallback, r"state\.best_metric"),
+        (DefaultFlowCallback(), r"by itself.*ppo\.save_interval"),
+    ],
+)
+def test_a_callback_of_transformers_that_ppos_loop_cannot_serve_is_refused_when_it_is_given(callback: Any, lacks: str):
+    with pytest.raises(ConfigError, match=rf"^PPOTrainer: callbacks: .*{lacks}"):
+        trainer_of(callback)
+    with pytest.raises(ConfigError, match=r"^ppo\.callbacks=transformers:EarlyStoppingCallback: .*best_metric"):
+        own_callbacks(PPOConfig(callbacks="transformers:EarlyStoppingCallback"))
+
+
+class ReadsKL(TrainerCallback):
+    """Reads a metric that the logs of an evaluation lack; `compare` also fails at a metric that is None."""
+
+    def __init__(self, compare: bool) -> None:
+        self.compare = compare
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
+        control.should_training_stop = (logs.get("objective/kl") if self.compare else logs["objective/kl"]) > 1e9
+
+
+@pytest.mark.parametrize(("compare", "error"), [(False, "KeyError: 'objective/kl'"), (True, "TypeError: .*")])
+def test_a_callback_that_dies_of_the_logs_of_an_evaluation_is_told_which_logs_they_are(compare: bool, error: str):
+    with pytest.raises(
+        TrainingError, match=rf"^The callback ReadsKL\.on_log raised {error}\. .*after an evaluation.*eval_"
+    ):
+        trainer_of(ReadsKL(compare)).train()
 
 
 class OwnProgress(ProgressCallback):

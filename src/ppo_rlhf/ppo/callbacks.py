@@ -87,14 +87,23 @@ def checked(callback: Any, where: str) -> TrainerCallback:
     """Return a callback, which is given as an object or as a class, after checking that PPO's loop can call it.
 
     Raises:
-        ConfigError: The callback is not a TrainerCallback, cannot be created, or implements an event that PPO's loop
-            lacks.
+        ConfigError: The callback is not a TrainerCallback, cannot be created, implements an event that PPO's loop
+            lacks, or is a callback of transformers that needs what PPO's loop lacks.
     """
-    from transformers import TrainerCallback
+    from transformers import DefaultFlowCallback, EarlyStoppingCallback, TrainerCallback
 
     callback = _create(callback, where) if isinstance(callback, type) else callback
     if not isinstance(callback, TrainerCallback):
         raise ConfigError(f"{where}: {type(callback).__name__} is not a transformers.TrainerCallback")
+    lacking: dict[type[TrainerCallback], str] = {
+        EarlyStoppingCallback: "EarlyStoppingCallback reads state.best_metric, which PPO's loop does not have. Set "
+        "control.should_training_stop in on_evaluate of a callback of your own.",
+        DefaultFlowCallback: "DefaultFlowCallback asks to log, save and evaluate, which PPO's loop does by itself. Set "
+        "ppo.save_interval and ppo.eval_interval.",
+    }
+    for kind, why in lacking.items():
+        if isinstance(callback, kind):
+            raise ConfigError(f"{where}: {why}")
     missing = sorted({name for name in dir(TrainerCallback) if name.startswith("on_")} - set(EVENTS))
     used = [name for name in missing if not getattr(type(callback), name).__module__.startswith("transformers.")]
     if used:
@@ -320,7 +329,7 @@ class Callbacks:
                 raise
             except BaseException as raised:  # a user's callback can raise any exception, SystemExit included
                 name = f"{type(callback).__name__}.{event}"
-                error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}")
+                error = TrainingError(f"The callback {name} raised {kind_and_text(raised)}{_which_logs(raised, given)}")
                 error.__cause__ = raised
                 break
         message = None if error is None else str(error)
@@ -382,6 +391,18 @@ class Callbacks:
         if self._folder is not None and is_main_process():
             with written_whole(self._folder / REPORTED) as draft:
                 draft.write_text(json.dumps(self._reported), encoding="utf-8")
+
+
+def _which_logs(raised: BaseException, given: Mapping[str, Any]) -> str:
+    """Return the end of the line on an error in `on_log` that the logs of an evaluation explain, else "".
+
+    A callback that reads `logs["objective/kl"]` works until the first evaluation.
+    """
+    logs: Mapping[str, float] = given.get("logs") or {}
+    is_evaluation = bool(logs) and all(name.startswith("eval_") for name in logs)
+    if not is_evaluation or not isinstance(raised, KeyError | TypeError):
+        return ""
+    return ". on_log is also called after an evaluation, with the metrics eval_* alone: look whether logs has the name"
 
 
 def _training_arguments(config: PPOConfig, folder: Path | None) -> Any:
