@@ -360,7 +360,7 @@ def test_many_iterations_are_thinned_to_a_line_every_two_seconds_and_the_last_is
     with caplog.at_level(logging.INFO), reporting(0, 100) as report:
         for iteration in range(1, 101):
             now[0] += 0.5
-            report(iteration, {})
+            report(iteration, {"objective/kl": 1.0})
     shown = [int(message.split("/")[0].split()[1]) for message in caplog.messages]
     assert shown == [*range(1, 100, 4), 100]
     assert "0:00:48 left" in caplog.messages[1]  # 95 iterations of half a second

@@ -1,6 +1,7 @@
 """Hidden states and logits without padding, against the model's own forward pass on one sequence at a time."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -349,3 +350,15 @@ def test_a_classifier_scores_as_its_own_forward_does_wherever_its_pad_token_stan
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
         assert_close(sequence_scores(model, sequences, pad), expected, rtol=0.0, atol=1e-10)
+
+
+def test_that_a_model_needs_padding_is_said_once_with_its_name_however_often_it_is_loaded(caplog):
+    with caplog.at_level(logging.INFO, logger="ppo_rlhf"):
+        for path in ("models/of_a_test", "models/of_a_test", "models/other_of_a_test", "models/of_a_test"):
+            model = AutoModelForCausalLM.from_config(MistralConfig(**WIDER, **ENDS, sliding_window=3))
+            model.config._name_or_path = path
+            assert not packs(model.base_model)
+    assert caplog.messages == [
+        "models/of_a_test (MistralModel) needs padding: its forward passes compute padding, too.",
+        "models/other_of_a_test (MistralModel) needs padding: its forward passes compute padding, too.",
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import cast
 
 import torch
@@ -73,8 +74,15 @@ def packs(backbone: PreTrainedModel) -> bool:
     if has_plain_attention(backbone) and _keeps_sequences_apart(backbone):
         return True
     _check_padding(backbone)
-    log.info("%s needs padding: its forward passes compute padding, too.", type(backbone).__name__)
+    _tell_of_padding(type(backbone).__name__, backbone.config.name_or_path)
     return False
+
+
+@cache
+def _tell_of_padding(architecture: str, path: str) -> None:
+    """Log once per process that the model of a path needs padding: a run loads the model several times."""
+    name = f"{path} ({architecture})" if path else architecture
+    log.info("%s needs padding: its forward passes compute padding, too.", name)
 
 
 def logits_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ from ppo_rlhf.passes.free_memory import sequences_at_a_time
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.passes.transfers import on_device, to_cpu
 from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
+from ppo_rlhf.runtime.progress_display import Lines
 
 Result = TypeVar("Result")
 
@@ -25,6 +26,8 @@ def in_passes(
 ) -> list[tuple[list[int], Result]]:
     """Compute rows in passes of at most `most` rows, in the order of `rows`; return the rows and result of each pass.
 
+    A line every `SILENCE_S` seconds says how many rows are done.
+
     Args:
         rows: The numbers of the rows.
         most: The most rows of a pass.
@@ -33,6 +36,7 @@ def in_passes(
         halving: Halves the rows of a pass when memory runs out; None: this call's own.
     """
     halving, done, left = halving or Halving("a pass"), [], list(rows)
+    lines = Lines(0, len(rows), step=f"{halving.passes[0].upper()}{halving.passes[1:]}, row")
     while left:
         size = halving.of(min(most, len(rows)))
         passes = [left[start : start + size] for start in range(0, len(left), size)]
@@ -40,6 +44,7 @@ def in_passes(
             for group, result in zip(passes, compute(passes), strict=True):
                 done.append((group, result))
                 left = left[len(group) :]
+                lines.show(len(rows) - len(left), {})
     return done
 
 

@@ -17,6 +17,8 @@ from rich.table import Column
 from ppo_rlhf.runtime.processes import is_main_process
 
 FEW_ITERATIONS, LINE_INTERVAL_S = 20, 2.0
+SILENCE_S = 30.0
+"""Seconds without a line after which a step, or a pass of rows, gets a line though it has no metrics."""
 BAR_WIDTH = 10  # columns of a terminal
 SHOWN = {
     "objective/scores": "score {:z.3f}",  # the mean score before the KL penalty is subtracted
@@ -61,7 +63,8 @@ class Lines:
     """Log lines for completed iterations.
 
     Up to `FEW_ITERATIONS` iterations get one line each. In longer runs the first and the last iteration get a line
-    each, and the iterations between get at most one line in `interval_s` seconds.
+    each, and the iterations between get at most one line in `interval_s` seconds. An iteration without metrics, such as
+    a step between two logged losses, gets a line only if there was none for `SILENCE_S` seconds.
     """
 
     done: int  # number of iterations that were complete when training started
@@ -74,8 +77,12 @@ class Lines:
     def show(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Log that an iteration is complete, if a line is due for this iteration."""
         now = time.monotonic()
-        has_few = self.total - self.done <= FEW_ITERATIONS
-        if has_few or iteration >= self.total or now - self.line_at >= self.interval_s:
+        if metrics:
+            has_few = self.total - self.done <= FEW_ITERATIONS
+            is_due = has_few or iteration >= self.total or now - self.line_at >= self.interval_s
+        else:
+            is_due = iteration < self.total and now - max(self.started_at, self.line_at) >= SILENCE_S
+        if is_due:
             self.line_at = now
             say(", ".join([f"{self.step} {iteration}/{self.total}", *readings(metrics), *self.time_left(iteration)]))
 
@@ -115,8 +122,11 @@ def progress_bar(lines: Lines, title: str = "PPO") -> Iterator[Show | None]:
     with Progress(*columns, console=console, refresh_per_second=4, expand=True) as progress:
         task = progress.add_task(title, completed=lines.done, total=lines.total, texts="")
 
+        shown: list[str] = []
+
         def show(iteration: int, metrics: Mapping[str, float]) -> None:
-            texts = [*lines.time_left(iteration), *readings(metrics)]
+            shown[:] = readings(metrics) or shown  # without metrics the last ones stay
+            texts = [*lines.time_left(iteration), *shown]
             room = console.width - BAR_WIDTH - len(f"{title} 0:00:00  {lines.total}/{lines.total} ")
             while texts and len(", ".join(texts)) > room:
                 texts.pop()
@@ -127,12 +137,12 @@ def progress_bar(lines: Lines, title: str = "PPO") -> Iterator[Show | None]:
 
 @contextmanager
 def watching(title: str, total: int) -> Iterator[Show]:
-    """Yield a function that shows the metrics of a stage's optimiser step and calls the `listeners`."""
+    """Yield a function that shows a stage's optimiser step, and calls the `listeners` if the step has metrics."""
     with reporting(0, total, title, f"{title} step") as show:
 
         def report(step: int, metrics: Mapping[str, float]) -> None:
             show(step, metrics)
-            for listener in listeners:
+            for listener in listeners if metrics else ():
                 listener(metrics, step)
 
         yield report

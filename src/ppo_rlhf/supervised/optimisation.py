@@ -15,7 +15,8 @@ History = list[dict[str, float]]
 """Metrics of a supervised training: one dictionary per logged step, with `step` (completed optimiser steps) and the
 metrics."""
 Watch = Callable[[int], AbstractContextManager[Callable[[int, Mapping[str, float]], None]]]
-"""Opens a progress display for the given number of optimiser steps; yields a function that takes (step, metrics)."""
+"""Opens a progress display for the given number of optimiser steps; yields a function that takes (step, metrics); the
+metrics of a step whose loss is not logged are empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,7 @@ def train_reward_model(
     rate = accuracy_interval(accuracy, len(held_out))
     _check_accuracy(rate, len(held_out), config.minimum_accuracy)
     if config.normalise:
+        logger.info("Scoring %d training responses, to normalise the reward model's scores …", 2 * len(trained))
         normalise_scores(model, torch.cat(_score_pairs(model, trained, pad_id, 2 * batch_size)))
     saved, own_form = cast(PreTrainedModel, nn.Module.to(model, "cpu")), None
     try:

@@ -20,6 +20,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.tokenizers import train_word_tokenizer
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime import processes
+from ppo_rlhf.runtime.progress_display import Lines
 from ppo_rlhf.supervised.demonstrations import (
     IGNORED,
     PARTS,
@@ -145,6 +146,7 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
     order = sorted(range(len(rows.input_ids)), key=lambda row: len(rows.input_ids[row]))
     shard = [order[i] for i in processes.own_share(len(order))]
     total, count = 0.0, 0
+    lines = Lines(0, len(shard), step="Held-out demonstration")
     for start in range(0, len(shard), batch_size):
         batch = shard[start : start + batch_size]
         ids, labels = ([torch.tensor(table[row]) for row in batch] for table in (rows.input_ids, rows.labels))
@@ -154,6 +156,7 @@ def mean_token_loss(model: PreTrainedModel, rows: TokenisedDemonstrations, batch
         output = model(input_ids=input_ids, attention_mask=attention_mask, labels=targets, fused_lm_head=True)
         total -= float(output.log_probs.double().sum())
         count += int(output.label_mask.sum())
+        lines.show(start + len(batch), {})
     sums = processes.from_all((total, count))
     return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
 

@@ -139,6 +139,11 @@ class HistoryCallback(TrainerCallback):
         if self._watch is not None:
             self._report = self.display.enter_context(self._watch(state.max_steps))
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show a step whose loss is not logged: between two logged losses minutes may pass."""
+        if not control.should_log:
+            self._report(state.global_step, {})
+
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the mean loss since the last logged loss, and the learning rate."""
         logs = kwargs["logs"]
