@@ -105,6 +105,21 @@ def test_without_a_prompt_lines_are_read_until_an_empty_one(own: Path, monkeypat
     assert "c d" not in lines
 
 
+def test_several_prompts_are_answered_in_turn_as_lines_are_and_one_that_is_refused_is_named(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(own)
+    read = CliRunner().invoke(KedroCLI(own), ["generate"], input="a b\nc\n")
+    given = CliRunner().invoke(KedroCLI(own), ["generate", "a b", "c"])
+    assert given.exit_code == 0, given.output
+    assert given.stdout.splitlines()[1:3] == ["", "a b"]
+    assert len(answers(given.stdout.splitlines())["PPO"]) == 2
+    assert given.stdout == read.stdout
+    with_long = CliRunner().invoke(KedroCLI(own), ["generate", "a b", " ".join("a" * 40)])
+    assert with_long.exit_code == 1
+    assert with_long.stderr.splitlines()[-1].startswith("Error: prompt 2: 1 of 1 prompts")
+
+
 def test_without_any_prompt_it_ends_in_one_line(own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(own)
     result = CliRunner().invoke(KedroCLI(own), ["generate"], input="\n")

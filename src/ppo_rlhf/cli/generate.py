@@ -31,7 +31,7 @@ READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, 
 
 
 @click.command(cls=Command)
-@click.argument("prompt", required=False)
+@click.argument("given", metavar="[PROMPT]...", nargs=-1)
 @click.option("--prompts", "file", metavar="FILE", help="A file of prompts, in a format that prompts_path accepts.")
 @click.option("--policy", metavar="PATH", help="A policy's directory or hub id; by default the project's newest.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, help="Answers to each prompt.")
@@ -42,15 +42,16 @@ READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, 
 @click.option("--params", callback=split_params, default="", help="Settings, as `kedro run` takes them.")
 @click.option("--env", "-e", help="Kedro's environment.")
 def generate(**options: Any) -> Iterator[str]:
-    """Let the SFT policy and the PPO policy answer PROMPT with the same sampling noise, and show both answers.
+    """Let the SFT policy and the PPO policy answer each PROMPT with the same sampling noise, and show both answers.
 
-    Without PROMPT and --prompts, prompts are read line by line until an empty line or Ctrl-D. If the tokenizer has a
+    Without a PROMPT and --prompts, prompts are read line by line until an empty line or Ctrl-D. If the tokenizer has a
     chat template, a typed prompt becomes the first message of a chat.
     """
     from ppo_rlhf.data.prompts import PromptsConfig
     from ppo_rlhf.data.sources import load_table, table_of
 
-    if options["prompt"] is not None and options["file"]:
+    given: tuple[str, ...] = options["given"]
+    if given and options["file"]:
         raise DataError("PROMPT and --prompts are two sources of prompts: give one of them.")
     params = options["params"] | ({"policy_path": options["policy"]} if options["policy"] else {})
     context = context_here(options["env"], params)
@@ -69,12 +70,13 @@ def generate(**options: Any) -> Iterator[str]:
         return
     as_chat = bool(getattr(policies.tokenizer, "chat_template", None)) and not options["plain"]
     turn = -1
-    for turn, line in enumerate(_typed() if options["prompt"] is None else [options["prompt"]]):
+    for turn, line in enumerate(given or _typed()):
         typed = table_of({"prompt": [[{"role": "user", "content": line}] if as_chat else line]})
         try:
-            yield from policies.lines(typed, "prompt", "prompt", turn, line)
+            name = f"prompt {turn + 1}" if len(given) > 1 else "prompt"
+            yield from policies.lines(typed, "prompt", name, turn, line)
         except DataError as error:
-            if options["prompt"] is not None:
+            if given:
                 raise
             # A prompt that exceeds the model's context ends only this answer, not the conversation
             yield escaped(f"Error: {error}")
