@@ -11,19 +11,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny_models import save, tiny_model
-
 PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_whole_loop_trains_saves_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_learnt(history: list[dict[str, float]]) -> bool:
+    """Whether the mean score of the last three iterations is twice that of the first."""
+    scores = [row["objective/scores"] for row in history]
+    return sum(scores[-3:]) / 3 > 2.0 * scores[0] > 0.0
+
+
+def test_the_whole_loop_trains_learns_saves_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(tmp_path / "sentiment-policy", tiny_model(max_position_embeddings=96))
     names: dict[str, Any] = {}
+    untrained = BLOCKS[0].partition("config = PPOConfig(")[0]
+    exec(compile(untrained, "docs/trainer.md, the first script's model", "exec"), names)
+    for part in (names["model"], names["tokenizer"]):
+        part.save_pretrained("sentiment-policy")
     exec(compile(BLOCKS[1], "docs/trainer.md, the second script", "exec"), names)
-    assert len(names["history"]) == 4
-    assert (tmp_path / "brief-policy" / "model.safetensors").is_file()
+    assert len(names["history"]) == 10
+    assert has_learnt(names["history"])
+    assert (tmp_path / "great-policy" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
@@ -45,17 +53,19 @@ def test_the_scripts_run_and_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert AutoTokenizer.from_pretrained("sentiment-policy")("good")["input_ids"] == [8]
 
     exec(compile(whole_loop, "docs/trainer.md, the second script", "exec"), names)
-    assert len(names["history"]) == 4
+    assert has_learnt(names["history"])
     for name, tensor in names["trainer"].policy.state_dict().items():
         assert torch.equal(tensor, names["again"].policy.state_dict()[name]), name
-    kept = ["completions", "iteration_000002", "iteration_000004", "run.lock"]
-    assert sorted(path.name for path in Path("brevity-run").iterdir()) == kept
-    assert AutoModelForCausalLM.from_pretrained("brief-policy").config.vocab_size == 14
+    kept = ["completions", "iteration_000005", "iteration_000010", "run.lock"]
+    assert sorted(path.name for path in Path("great-run").iterdir()) == kept
+    assert AutoModelForCausalLM.from_pretrained("great-policy").config.vocab_size == 14
 
     exec(compile(evaluation, "docs/trainer.md, the third script", "exec"), names)
-    assert [row["iteration"] for row in names["evaluating"].held_out.rows] == [4.0]
+    assert [row["iteration"] for row in names["evaluating"].held_out.rows] == [10.0]
+    assert names["metrics"]["eval/reward"] > 2.0 * names["metrics"]["eval/reward_sft"] > 0.0
+    assert names["metrics"]["eval/win_rate_low"] > 0.5
     assert names["completions"]["reward"].mean() == pytest.approx(names["metrics"]["eval/reward"])
 
-    with_callback = names | {"reward": names["brevity"], "prompts": ["the film was", "the plot"]}
+    with_callback = names | {"reward": names["greatness"], "prompts": ["the film was", "the plot"]}
     exec(compile(callback, "docs/trainer.md, the callback", "exec"), with_callback)
-    assert len(with_callback["trainer"].train()) == 4
+    assert len(with_callback["trainer"].train()) == 10
