@@ -222,6 +222,14 @@ def test_each_halving_halves_the_responses_down_to_one(count, rows):
     assert Halving("a pass", "x", count=count).of(16) == rows
 
 
+@pytest.mark.parametrize("others", [[0, 2], [2, 0]])
+def test_every_process_halves_as_often_as_the_one_whose_memory_ran_out_most_often(monkeypatch, others):
+    monkeypatch.setattr(halvings, "from_all", lambda own: [own, *others])
+    halving = Halving("an update", count=1)
+    halving.agree()
+    assert halving.count == 2
+
+
 def test_a_pass_that_has_begun_a_collective_is_not_begun_again():
     halving = Halving("an update", "ppo.x")
     refused = pytest.raises(TrainingError, match=r"with 4 responses .*cannot begin again: lower ppo\.x$")
