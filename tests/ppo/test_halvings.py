@@ -173,6 +173,29 @@ def test_a_later_minibatch_is_halved_where_memory_ran_out_in_an_earlier_one(monk
     assert len(taken) == 4
 
 
+@pytest.mark.parametrize(
+    ("others", "sizes"),
+    [
+        ([0, 0, 1, 1, 1, 1], [4, 4, *[2] * 12]),  # of the rollout, as the update begins, after each of four minibatches
+        ([0, 0, 0, 0, 1, 1], [4] * 6 + [2] * 4),
+        ([0, 1, 1, 1, 1, 1], [2] * 16),
+    ],
+)
+def test_what_another_process_had_to_halve_is_halved_from_the_next_minibatch_on(monkeypatch, others, sizes):
+    """Memory suffices here. Equal micro-batches let the processes' passes meet."""
+    run, computed, answers = build(num_mini_batches=2, num_ppo_epochs=2), [], iter(others)
+    original = Learner.add_gradients
+    monkeypatch.setattr(halvings, "from_all", lambda own: [own, next(answers)])
+
+    def noting(learner, micro_batch, *how):
+        computed.append(micro_batch.mask.shape[0])
+        return original(learner, micro_batch, *how)
+
+    monkeypatch.setattr(Learner, "add_gradients", noting)
+    run.iteration()
+    assert computed == sizes
+
+
 @pytest.mark.parametrize("settings", [{"max_tokens_per_micro_batch": 40}, {"kl_in": "loss", "kl_estimator": "full"}])
 def test_other_plans_of_an_update_are_halved_too(monkeypatch, settings):
     expected = train(build(**settings))
