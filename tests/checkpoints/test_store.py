@@ -53,6 +53,8 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     run.iteration()
     run.state.shaping.kl_controller.kl_coef = 0.0625
     run.state.learner.skipped_steps, run.state.learner.skipped_in_a_row = 7, 2
+    run.state.progress.requests.end = run.state.progress.requests.restore_best = True
+    run.state.progress.best_evaluation = 1
     before = everything(run.state)
     directory = write_checkpoint(tmp_path, run.state)
     assert_same(everything(run.state), before)
@@ -61,6 +63,8 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     assert_same(everything(fresh.state), before)
     for name in ("iteration", "episode"):
         assert getattr(fresh.state.progress, name) == getattr(run.state.progress, name)
+    requests = fresh.state.progress.requests
+    assert (requests.end, requests.restore_best, fresh.state.progress.best_evaluation) == (True, True, 1)
     for name in ("optimiser_steps", "skipped_steps", "skipped_in_a_row"):
         assert getattr(fresh.state.learner, name) == getattr(run.state.learner, name)
     assert fresh.state.shaping.kl_controller.kl_coef == 0.0625
