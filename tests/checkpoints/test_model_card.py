@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 from ppo_rlhf.checkpoints.exports import exported_policy
-from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, place, render_card, with_result
+from ppo_rlhf.checkpoints.model_card import BEGIN, END, NOT_EVALUATED, may_write_card, render_card, with_result
 from ppo_rlhf.datasets import ModelCardDataset
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.ppo.training_state import TrainingState
+from ppo_rlhf.runtime.paths import place
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, vision_model, word_tokenizer, write_gguf
 
 CARD = "README.md"
@@ -53,6 +55,20 @@ def test_a_card_names_its_model_data_reward_training_and_settings(make_run) -> N
     assert "- `kl_coef`: 0.11\n" in text
     assert f"{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}" in text
     assert "## Limits" in text
+
+
+def test_the_metadata_names_the_hubs_models_and_tables_of_earlier_stages(make_run) -> None:
+    base = Origin("model", "start model", "org/base@v2", "b45e", on_hub=True)
+    texts = Origin("table", "demonstrations", "hf://datasets/org/texts@v1/a.parquet", "c0ffee", on_hub=True)
+    local = Origin("table", "prompts", "prompts.jsonl", "ab")
+    sft = Origin("model", "start model", "sft_policy/1", "5f7", made_from=(base, texts))
+    state = make_run().state
+    state.learner.policy.config._name_or_path = ""
+    card = render_card(state.learner, state.sampler, state.progress, [], "org/prompts:train", None, (sft, local))
+    metadata, text = parts(card)
+    assert metadata["base_model"] == "org/base"
+    assert metadata["datasets"] == ["org/prompts", "org/texts"]
+    assert "## Made from\n\n- start model `sft_policy/1` (digest `5f7`)\n  - start model `org/base@v2`" in text
 
 
 def test_a_card_names_no_folder_of_the_machine(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import logging
 import re
@@ -15,7 +16,9 @@ from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.sources import load_table
+from ppo_rlhf.data.tables import origins_of
 from ppo_rlhf.datasets import RecordsDataset, ReferenceTextsDataset
+from ppo_rlhf.models.origins import Origin
 
 ROWS = [{"prompt": "once upon", "label": 1}, {"prompt": "ünïcode ✓", "label": 0}]
 
@@ -335,6 +338,8 @@ def test_a_file_on_the_hub_is_read_from_its_copy_in_the_cache(tmp_path, monkeypa
     for address in ("org/set/data/train-0.parquet", "org/set@v2/data/train-0.parquet"):
         dataset = RecordsDataset(f"hf://datasets/{address}", prepare=f"{__name__}:shout")
         assert dataset.load()["prompt"][:] == ["ONCE UPON", "ÜNÏCODE ✓"]
+        [origin] = origins_of(dataset.load(), "prompts")
+        assert (origin.source, origin.digest, origin.on_hub) == (f"hf://datasets/{address}", commit, True)
         assert dataset._describe() == {"filepath": f"hf://datasets/{address}"}
         assert dataset.preview()["data"] == []
 
@@ -453,6 +458,23 @@ def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hu
     assert rows_of(tmp_path / name) == ROWS  # as Kedro passes a relative path
     assert hub == [asked, asked]
     assert RecordsDataset(name).preview()["data"] == []
+
+
+def test_a_data_set_on_the_hub_is_known_by_its_commit_and_a_file_by_its_hash(tmp_path, monkeypatch):
+    commit, table = "89abcdef01" * 4, datasets.Dataset.from_list(ROWS)
+    # what `datasets` records of the files that it downloads
+    table.info.download_checksums = {f"hf://datasets/org/name@{commit}/data/train-0.parquet": {"num_bytes": 7}}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    assert origins_of(RecordsDataset("org/name@v2:train").load(), "prompts") == (
+        Origin("table", "prompts", "org/name@v2:train", commit, on_hub=True),
+    )
+    monkeypatch.undo()
+    file = write(tmp_path / "rows.jsonl")
+    for options in ({}, {"prepare": f"{__name__}:shout"}):
+        assert origins_of(RecordsDataset(str(file), **options).load(), "prompts") == (
+            Origin("table", "prompts", "rows.jsonl", hashlib.sha256(file.read_bytes()).hexdigest()),
+        )
+    assert origins_of(datasets.Dataset.from_list(ROWS), "prompts") == origins_of(None, "prompts") == ()
 
 
 def test_reference_texts_are_a_table_or_a_word_that_kedro_has_made_a_path(tmp_path):

@@ -30,6 +30,7 @@ from ppo_rlhf.hooks import model_log
 from ppo_rlhf.hooks.run_log import RunLog
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import Origin, from_json
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.trained_model import TrainedModel
 from tests.bare_state import bare_state
@@ -107,7 +108,9 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
         log = RunLog(run.info.run_id, Pipeline([]), catalog)
         state, metrics = bare_state(99, 3), {"val/explained_variance": 0.25}
         log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
-        for critic in ({}, TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer())):
+        made_from = (Origin("model", "start model", "org/base", "b45e", on_hub=True),)
+        model = CausalLMRewardModel.from_causal_lm(tiny_model())
+        for critic in ({}, TrainedModel(model, word_tokenizer(), made_from=made_from)):
             dataset.save(critic)
             log.saved("ppo_critic")
             log.saved("ppo_critic")  # as a resumed run may
@@ -118,6 +121,8 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
     [model] = models
     assert [(each.key, each.value, each.step) for each in model.metrics] == [("val/explained_variance", 0.25, 3)]
     there = mlflow.artifacts.download_artifacts(f"models:/{model.model_id}", dst_path=str(tmp_path / "there"))
+    origins = mlflow.artifacts.load_text(f"runs:/{run.info.run_id}/ppo_critic/made_from.json")
+    assert from_json(origins) == PretrainedHandle(there).origin("critic").made_from == made_from
     found, written = PretrainedHandle(there).critic(), PretrainedHandle(str(dataset.pinned)).critic()
     assert tensors_equal(found.state_dict(), written.state_dict())
     assert f"written.ppo_critic.{dataset.pinned.name}" in mlflow.get_run(run.info.run_id).data.tags

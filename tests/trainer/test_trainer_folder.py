@@ -10,7 +10,9 @@ import pytest
 
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
+from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.training import PPOTrainer
@@ -56,6 +58,33 @@ def test_the_sign_of_the_home_directory_is_expanded(tmp_path: Path, monkeypatch:
     again.save_pretrained("~/policy")
     again.save_checkpoint("~/more")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "policy", "run"]
+
+
+def test_a_policy_of_a_script_names_its_start_model_reward_model_and_critic_with_their_origins(tmp_path: Path):
+    """Models of paths have digests; objects, whose weights the script may have changed, have none."""
+    base = Origin("model", "start model", "org/base", "b45e", on_hub=True)
+    model = TrainedModel(tiny_model(), word_tokenizer(), made_from=(base,))
+    reward = TrainedModel(CausalLMRewardModel.from_causal_lm(tiny_model()), word_tokenizer(), made_from=(base,))
+    model.save(tmp_path / "sft")
+    reward.save(tmp_path / "reward")
+    sft, scorer = (PretrainedHandle(str(tmp_path / name)) for name in ("sft", "reward"))
+    digests = {}
+    for kind, given in (("path", (sft.source, scorer.source)), ("object", (sft.causal_lm(), scorer.reward_model()))):
+        trainer_of(given[0], reward=given[1], value_model=scorer.source).save_pretrained(tmp_path / kind)
+        made_from = PretrainedHandle(str(tmp_path / kind)).origin("start model").made_from
+        assert [(each.role, each.source) for each in made_from] == [
+            ("start model", "sft"),
+            ("reward model", "reward"),
+            ("critic at the start", "reward"),
+        ]
+        assert {each.made_from for each in made_from} == {(base,)}
+        digests[kind] = [each.digest for each in made_from]
+        assert "base_model: org/base\n" in (tmp_path / kind / "README.md").read_text()
+    assert digests["path"] == [sft.fingerprint(), scorer.fingerprint(), scorer.fingerprint()]
+    assert digests["object"] == [None, None, scorer.fingerprint()]
+    trainer_of(tiny_model()).save_pretrained(tmp_path / "path")
+    [unknown] = PretrainedHandle(str(tmp_path / "path")).origin("start model").made_from
+    assert unknown == Origin("model", "start model", "a model without a name")
 
 
 def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):

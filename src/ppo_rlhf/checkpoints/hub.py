@@ -22,8 +22,9 @@ from ppo_rlhf.models.directories import (
     is_adapter,
     is_local,
 )
+from ppo_rlhf.models.origins import MADE_FROM
 
-STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", f"*{RECORD}")
+STALE = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", f"*{RECORD}", f"*{MADE_FROM}")
 """Files of an earlier push that are deleted, because they would be loaded together with the new model's files."""
 
 

@@ -1,4 +1,4 @@
-"""Model cards of policies and reward models: the README.md that the Hugging Face hub shows for a model."""
+"""Model cards of policies, critics and reward models: the README.md that the Hugging Face hub shows for a model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.data.files import HUB, is_hub_name
 from ppo_rlhf.models.adapters import has_adapter
 from ppo_rlhf.models.directories import CARD, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.older_readers import readers
+from ppo_rlhf.models.origins import Origin, in_words, start_on_hub, tables_on_hub
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import drops_first_space, templates_of
 from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.progress import Progress
-from ppo_rlhf.runtime.paths import readable_path
+from ppo_rlhf.runtime.paths import place
 
 OWN_FORM = "ppo_rlhf.models.reward_model"
 """Module whose import lets transformers load a reward model of this project's own architecture."""
@@ -61,11 +61,13 @@ def render_card(
     rewards: Sequence[str],
     prompts: str | None = None,
     run_id: str | None = None,
+    made_from: Sequence[Origin] = (),
 ) -> str:
     """Return the card of a trained policy as Markdown with the hub's metadata; the model card has no evaluation result
     yet.
 
     `rewards` has one text for each component of the reward. `prompts` is the source of the training prompts.
+    `made_from` are the models and tables that the policy was trained from.
     """
     base = learner.policy.config.name_or_path or ""
     library = "peft" if learner.config.export == "adapter" else "transformers"
@@ -78,23 +80,56 @@ def render_card(
     }
     settings = [f"`{name}`: {place(str(value))}" for name, value in learner.config.not_default().items()]
     sections = {
+        **_made_from(made_from),
         "Result": f"{BEGIN}\n\n{NOT_EVALUATED}\n\n{END}",
         "Use": _usage(sampler),
         "Limits": _list(LIMITS),
         "Settings of PPO that are not the defaults": _list(settings) or "None.",
     }
-    metadata = _metadata("text-generation", base, prompts, ["ppo", "rlhf"], library)
+    metadata = _metadata("text-generation", base, prompts, made_from, ["ppo", "rlhf"], library)
     return _render(metadata, "# A language model aligned by PPO", facts, sections)
 
 
+def render_sft_card(
+    base: str | None, facts: Mapping[str, str], model: PreTrainedModel, made_from: Sequence[Origin], *, is_chat: bool
+) -> str:
+    """Return the card of a policy after supervised fine-tuning, as Markdown with the hub's metadata.
+
+    `base` is the model that was fine-tuned; None: a small model was trained from random weights. `is_chat` is True if
+    the tokenizer has a chat template. `made_from` has the same meaning as in `render_card`.
+    """
+    started = "random weights" if base is None else _started_from(base)
+    facts = {"Started from": started, "Read by": readers(model.config), **facts}
+    prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
+    usage = f"""```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="path or hub id of this model")
+print(generator({prompt}, return_full_text=False)[0]["generated_text"])
+```"""
+    metadata = _metadata("text-generation", base or "", None, made_from, ["sft"])
+    limit = (
+        "The model imitates its demonstrations; its behaviour on other prompts is unknown. Its safety was not examined."
+    )
+    sections = {**_made_from(made_from), "Use": usage, "Limits": _list([limit, LIMITS[-1]])}
+    return _render(metadata, "# A language model after supervised fine-tuning", facts, sections)
+
+
 def render_reward_card(
-    base: str, facts: Mapping[str, str], preferences: str | None, own_form: str | None, *, has_template: bool = False
+    base: str,
+    facts: Mapping[str, str],
+    preferences: str | None,
+    own_form: str | None,
+    made_from: Sequence[Origin] = (),
+    *,
+    has_template: bool = False,
 ) -> str:
     """Return the card of a reward model that this project trained, as Markdown with the hub's metadata.
 
     `base` is the model whose backbone the reward model started from. `preferences` is the source of the user's
     preferences, or None. `own_form` says why the model is not one of transformers' sequence classifiers, or is None if
-    the model is such a classifier. `has_template` is True if the tokenizer has a chat template.
+    the model is such a classifier. `has_template` is True if the tokenizer has a chat template. `made_from` has the
+    same meaning as in `render_card`.
     """
     needed = "" if own_form is None else f"import {OWN_FORM}  # {own_form}\n"
     of_a_chat = OF_A_CHAT if has_template else ""
@@ -113,9 +148,10 @@ inputs = tokenizer("A prompt and its response" + tokenizer.eos_token, return_ten
         "The model was trained on responses of one kind. Its scores may be wrong for other responses, and for text that"
         " was\n  optimised for a high score."
     )
-    metadata = _metadata("text-classification", base, preferences, ["reward-model", "rlhf"])
+    metadata = _metadata("text-classification", base, preferences, made_from, ["reward-model", "rlhf"])
     facts = {"Started from": _started_from(base), **facts}
-    return _render(metadata, "# A reward model", facts, {"Use": usage, "Limits": _list([limit, LIMITS[-1]])})
+    sections = {**_made_from(made_from), "Use": usage, "Limits": _list([limit, LIMITS[-1]])}
+    return _render(metadata, "# A reward model", facts, sections)
 
 
 def render_critic_card(
@@ -123,13 +159,14 @@ def render_critic_card(
     progress: Progress,
     rewards: Sequence[str],
     critic: PreTrainedModel,
+    made_from: Sequence[Origin] = (),
     *,
     prompts: str | None,
     run_id: str | None,
 ) -> str:
     """Return the card of a trained critic as it is stored, in Markdown with the hub's metadata in front.
 
-    The arguments `rewards` and `prompts` have the same meaning as in `render_card`.
+    The arguments `rewards`, `prompts` and `made_from` have the same meaning as in `render_card`.
     """
     base = learner.policy.config.name_or_path or ""
     facts = {
@@ -160,8 +197,9 @@ print({values}[0, :, 0])
 PPO starts from it with `ppo.value_model=pretrained` and `critic_path`, as PPOTrainer does with `value_model`.{by_trl}\
 """
     limit = "The critic knows the returns of one policy under one reward, and may be wrong for others."
-    metadata = _metadata("token-classification", base, prompts, ["ppo", "rlhf", "critic", "value-model"])
-    return _render(metadata, CRITIC_TITLE, facts, {"Use": usage, "Limits": _list([limit, LIMITS[-1]])})
+    metadata = _metadata("token-classification", base, prompts, made_from, ["ppo", "rlhf", "critic", "value-model"])
+    sections = {**_made_from(made_from), "Use": usage, "Limits": _list([limit, LIMITS[-1]])}
+    return _render(metadata, CRITIC_TITLE, facts, sections)
 
 
 def with_result(card: str, result: str) -> str | None:
@@ -210,17 +248,6 @@ def may_write_card(folder: Path) -> bool:
     card = folder / CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.exists() else BEGIN
     return BEGIN in text or CRITIC_TITLE in text
-
-
-def place(source: str) -> str:
-    """Return a hub id unchanged, a path without the names of this machine's folders, and an address without secrets.
-
-    A path below the working directory becomes a relative path. Of a path outside the working directory only the last
-    part is kept.
-    """
-    shown = without_secrets(readable_path(source))
-    path = Path(shown).expanduser()
-    return path.name if path.is_absolute() else shown
 
 
 def _started_from(base: str) -> str:
@@ -279,13 +306,22 @@ def _render(metadata: ModelCardData, title: str, facts: Mapping[str, str | None]
     return "\n\n".join([f"---\n{metadata.to_yaml()}\n---", *texts]) + "\n"
 
 
-def _metadata(task: str, base: str, data: str | None, tags: list[str], library: str = "transformers") -> ModelCardData:
+def _made_from(made_from: Sequence[Origin]) -> dict[str, str]:
+    """Return the section that lists the models and tables of a model's origins, or no section if none are known."""
+    return {"Made from": in_words(made_from)} if made_from else {}
+
+
+def _metadata(
+    task: str, base: str, data: str | None, made_from: Sequence[Origin], tags: list[str], library: str = "transformers"
+) -> ModelCardData:
     metadata = ModelCardData(library_name=library, pipeline_tag=task, tags=tags)
-    if base and not is_local(base):
-        metadata.base_model = base.partition("@")[0]
-    if data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists())):
-        owner, name = data.removeprefix(HUB).split("/")[:2]
-        metadata.datasets = [f"{owner}/{re.split('[@#:]', name)[0]}"]
+    if (on_hub := base if base and not is_local(base) else start_on_hub(made_from)) is not None:
+        metadata.base_model = on_hub.partition("@")[0]
+    is_on_hub = data is not None and (data.startswith(HUB) or (is_hub_name(data) and not Path(data).exists()))
+    tables = [*([data] if data is not None and is_on_hub else []), *tables_on_hub(made_from)]
+    parts = (table.removeprefix(HUB).split("/")[:2] for table in tables)
+    names = dict.fromkeys(f"{owner}/{re.split('[@#:]', name)[0]}" for owner, name in parts)
+    metadata.datasets = list(names) or None
     return metadata
 
 

@@ -27,8 +27,9 @@ from safetensors.torch import load_file
 
 from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name, write_directory
-from ppo_rlhf.checkpoints.model_files import optimizers, read_models, save_tensors, write_models
+from ppo_rlhf.checkpoints.model_files import POLICY, optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.models.origins import write_origins
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.progress import Progress
@@ -185,6 +186,7 @@ def _check_numbers(checkpoint: Checkpoint, values: Any, history: Any) -> None:
 def _write_state(directory: Path, state: TrainingState) -> None:
     learner, progress = state.learner, state.progress
     write_models(directory, learner, state.sampler)
+    write_origins(directory / POLICY, state.made_from)
     groups = {}
     for name, optimizer in optimizers(learner).items():
         moments, groups[name] = saved_moments(optimizer)

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ppo_rlhf.data.chats import TOOLS
+from ppo_rlhf.models.origins import Origin
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,6 +35,8 @@ class PromptDataset:
     columns: dict[str, list[Any]]
     chats: list[str | None] = field(default_factory=list)
     """The messages of each chat prompt as JSON, None for a plain-text prompt; empty: all prompts are plain text."""
+    made_from: tuple[Origin, ...] = ()
+    """The table from which the prompts were read, if it is known."""
 
     @classmethod
     def of_table(cls, table: Dataset) -> PromptDataset:

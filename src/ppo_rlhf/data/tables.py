@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +13,52 @@ import pandas as pd
 
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.randomness import permutation
+from ppo_rlhf.data.files import HUB, is_hub_name
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.runtime.log_lines import say_once
+from ppo_rlhf.runtime.paths import place
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_CHECKSUM, _MADE_FROM = "checksum", "made_from"
+_COMMIT = re.compile(r"(?:@|/snapshots/)([0-9a-f]{40})/")
+
+
+def with_source(table: Dataset, source: str, digest: str | None) -> Dataset:
+    """Return the same table; its `DatasetInfo` then names its source and the digest of its files, if that is known."""
+    table.info.download_checksums = {source: {_CHECKSUM: digest}}
+    return table
+
+
+def commit_of(table: Dataset) -> str | None:
+    """Return the commit of a table that `datasets` has loaded from the hub; None if the addresses of its files have
+    none.
+    """
+    found = map(_COMMIT.search, table.info.download_checksums or {})
+    return next((commit[1] for commit in found if commit), None)
+
+
+def origins_of(table: Dataset | None, role: str) -> tuple[Origin, ...]:
+    """Return the origin that `with_source` named; empty without a table, or if the table has no such origin."""
+    named = {} if table is None else table.info.download_checksums or {}
+    return tuple(
+        Origin("table", role, place(source), entry[_CHECKSUM], source.startswith(HUB) or is_hub_name(source))
+        for source, entry in named.items()
+        if set(entry) == {_CHECKSUM}
+    )
+
+
+def with_origins(frame: pd.DataFrame, made_from: Iterable[Origin]) -> pd.DataFrame:
+    """Return a table that knows the origins of its rows. Parquet keeps them, as pandas writes `DataFrame.attrs`."""
+    marked = frame.copy(deep=False)
+    marked.attrs = {**frame.attrs, _MADE_FROM: [asdict(origin) for origin in made_from]}
+    return marked
+
+
+def origins_of_frame(frame: pd.DataFrame) -> tuple[Origin, ...]:
+    """Return the origins that `with_origins` stored with a table; empty for another table."""
+    return tuple(map(Origin.from_dict, frame.attrs.get(_MADE_FROM, ())))
 
 
 def frame_of(table: Dataset) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from kedro_datasets._typing import TablePreview
 from ppo_rlhf.core.errors import DataError, kind_and_text
 from ppo_rlhf.data.files import HUB, Found, digest, find, is_hub_name
 from ppo_rlhf.data.sources import load_table
+from ppo_rlhf.data.tables import commit_of, with_source
 from ppo_rlhf.datasets.mlflow_queue import SCHEME
 from ppo_rlhf.datasets.pair_tables import CollectedPairs, file_of_answers
 from ppo_rlhf.datasets.tables import table_preview
@@ -98,7 +99,10 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             if self._pairs is not None and is_answers(table.column_names):
                 joined = CollectedPairs.read(self._pairs).join(table, self._source)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
-        return table if self._prepare is None else _prepared(table, self._prepare, self._source)
+        found = self._found()
+        identity = commit_of(table) if found is None else digest(found.files)
+        table = table if self._prepare is None else _prepared(table, self._prepare, self._source)
+        return with_source(table, self._source, identity)
 
     def save(self, data: Dataset) -> None:
         raise DatasetError(f"{self._source} is an input of the user, which is never written.")

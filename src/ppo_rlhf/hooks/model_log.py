@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ from ppo_rlhf.hooks.tracking_store import SQLITE
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.directories import is_adapter
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import MADE_FROM
 from ppo_rlhf.models.tokenizers import templates_of, with_first_space
 from ppo_rlhf.reporting.wording import say_verdict
 from ppo_rlhf.runtime.locks import one_at_a_time
@@ -98,6 +100,8 @@ def log_policy(
         if templates_of(tokenizer):
             about.flavors["python_function"]["loader_module"] = Path(served_chat.__file__).stem
         about.save(f"{folder}/model/MLmodel")
+        if (directory / MADE_FROM).is_file():
+            shutil.copy(directory / MADE_FROM, f"{folder}/model")
         client.log_model_artifacts(logged.model_id, f"{folder}/model")
     return _finish(run, str(logged.model_id), step, keys)
 

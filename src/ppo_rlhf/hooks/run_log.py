@@ -21,6 +21,7 @@ from ppo_rlhf.hooks.mlflow_log import MlflowLog
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import UPLOAD_S, log_store_errors, name_slow_store
 from ppo_rlhf.judge.llm_judge import judge_counts, judges_in_words
+from ppo_rlhf.models.origins import MADE_FROM
 from ppo_rlhf.runtime import progress_display
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
@@ -143,6 +144,8 @@ class RunLog:
             if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
                 with log_store_errors(f"the path of {name}"):
                     mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
+                    if (version / MADE_FROM).is_file():
+                        mlflow.log_artifact(str(version / MADE_FROM), name)
             if name != POLICY and not (name == CRITIC and version is not None):
                 return
             # MLflow links a logged model only with metrics that the MLflow run has, so send the metrics first

@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import ModelError, in_one_line
 from ppo_rlhf.models.critic import VALUE_HEAD, read_value_head
 from ppo_rlhf.models.directories import (
     ADAPTER_CONFIG,
@@ -60,6 +60,7 @@ from ppo_rlhf.models.directories import (
 )
 from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.model_kinds import check_generates, is_classifier, parts_left_out, rows_of_head, rows_on_hub
+from ppo_rlhf.models.origins import MADE_FROM, START, Origin, from_json
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.quantisation import check_bitsandbytes, four_bit_config, prepare_quantised
 from ppo_rlhf.models.reward_model import CausalLMRewardModel, why_no_reward_model, with_mean
@@ -75,6 +76,7 @@ from ppo_rlhf.models.tokenizers import (
 from ppo_rlhf.passes.capabilities import check_causal
 from ppo_rlhf.passes.forward import width_of_states
 from ppo_rlhf.runtime.log_lines import errors_only, quiet_transformers, say_once
+from ppo_rlhf.runtime.paths import place
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -200,6 +202,26 @@ class PretrainedHandle:
         """Return the text of a policy's `ppo_rlhf.json`; None if the file does not exist."""
         path = self._file(RECORD)
         return None if path is None else path.read_text(encoding="utf-8")
+
+    def origin(self, role: str) -> Origin:
+        """Return the model as an origin of another model, with the origins that its `made_from.json` names.
+
+        An adapter without the file was made from its base.
+
+        Raises:
+            ModelError: `made_from.json` is damaged, or the model cannot be found.
+        """
+        made_from: tuple[Origin, ...] = ()
+        if (path := self._file(MADE_FROM)) is not None:
+            try:
+                made_from = from_json(path.read_text(encoding="utf-8"))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                fix = "copy it again from the model, or delete it: the model is then named without its origins"
+                raise ModelError(f"{self.source}: its {MADE_FROM} is damaged ({in_one_line(error)}); {fix}") from error
+        elif self.base:
+            made_from = (self.base.origin(START),)
+        on_hub, license_name = not is_local(self.source), self.gguf.license if self.gguf else None
+        return Origin("model", role, place(self.source), self.fingerprint(), on_hub, license_name, made_from)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer, which pads on the left and has a pad token; the vocabulary is unchanged."""

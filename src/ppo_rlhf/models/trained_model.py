@@ -14,6 +14,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.critic import BIAS, WEIGHT
 from ppo_rlhf.models.directories import ADAPTER_CONFIG, AVERAGE, CARD, CONFIG, RECORD, follow_umask
 from ppo_rlhf.models.older_readers import add_older_names
+from ppo_rlhf.models.origins import Origin, write_origins
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class TrainedModel:
     # Replaces the generation configuration of `model` in the saved folder
     generation_config: GenerationConfig | None = None
     record: str | None = None  # the text of ppo_rlhf.json, the record of how the model was trained
+    made_from: tuple[Origin, ...] = ()  # the models and tables that the model was trained from, for made_from.json
 
     def save(self, folder: Path) -> None:
         """Write a model directory: configuration, safetensors and tokenizer; the weight average gets a subfolder `ema`.
@@ -64,6 +66,7 @@ class TrainedModel:
             self.generation_config.save_pretrained(folder)
         if self.record is not None:
             (folder / RECORD).write_text(self.record, encoding="utf-8")
+        write_origins(folder, self.made_from)
         if self.card is not None:
             (folder / CARD).write_text(self.card, encoding="utf-8")
         follow_umask(folder)

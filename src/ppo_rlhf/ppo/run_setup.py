@@ -27,6 +27,7 @@ from ppo_rlhf.models.adapters import (
 from ppo_rlhf.models.averages import WeightAverage
 from ppo_rlhf.models.critic import Critic, OwnBackbone, SharedCritic, freeze_attention
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import START
 from ppo_rlhf.models.quantisation import check_bitsandbytes
 from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.models.stored_weights import store_linear_weights
@@ -88,7 +89,8 @@ def load_policies(
     prepare_reference(reference, config)
     base = reference if config.use_peft else load_causal_lm(sft_policy, trained_dtype(config), config, device)
     policy = policy_to_train(base, config)
-    return TrainedModel(policy, sft_policy.tokenizer(), value_head=sft_policy.value_head()), reference
+    made_from = (sft_policy.origin(START),)
+    return TrainedModel(policy, sft_policy.tokenizer(), sft_policy.value_head(), made_from=made_from), reference
 
 
 def prepare_reference(reference: PreTrainedModel, config: PPOConfig) -> None:

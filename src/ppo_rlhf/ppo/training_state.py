@@ -11,6 +11,7 @@ from typing import Any
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.core.statistics import RunningMoments
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.experience import Shaping
@@ -33,6 +34,7 @@ class TrainingState:
     progress: Progress  # iterations, history, clock and requests
     # Fingerprints of the models, reward and prompts that a user's script passed
     origin: dict[str, str] = field(default_factory=dict)
+    made_from: tuple[Origin, ...] = ()  # the models and tables that the policy and the critic are trained from
 
     @property
     def halvings(self) -> dict[str, Halving]:

@@ -17,6 +17,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.judge.llm_judge import load_judge
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import REWARD
 from ppo_rlhf.models.reward_model import reads_end, sequence_scores
 from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
 from ppo_rlhf.passes.rows import table_by_rows
@@ -194,6 +195,7 @@ def build_reward_scorer(
         models[0] if models else None,
         normalise=config.normalise,
         combine=config.combine,
+        made_from=tuple(handle.origin(REWARD) for handle in handles.values()),
     )
 
 

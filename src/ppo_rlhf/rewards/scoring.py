@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.core.option_names import RewardCombination
 from ppo_rlhf.data.chats import Chat
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.rewards.combination_rules import check_combination, check_whole
 
@@ -122,12 +123,13 @@ class RewardScorer:
         *,
         normalise: Literal["total", "component"] = "total",
         combine: RewardCombination = "sum",
+        made_from: tuple[Origin, ...] = (),
     ) -> None:
         """Take (name, weight, scoring) of each reward component, and the reward model if a component uses a reward
         model; of several reward models, the one from which `ppo.value_model=reward_init` starts the critic.
 
         `normalise` is what `ppo.reward_normalisation` normalises: the sum, or each component before the sum. `combine`
-        is `reward.combine`.
+        is `reward.combine`. `made_from` are the reward models as origins of the policy.
 
         Raises:
             ConfigError: `combine` does not fit the components or `normalise`.
@@ -137,6 +139,7 @@ class RewardScorer:
         self.combine = combine
         self.names = [name for name, _, _ in components]
         self.model = model
+        self.made_from = made_from
         self.components = list(components)
 
     def score(self, batch: ResponseBatch, halving: Halving | None = None) -> Scores:

@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from ppo_rlhf.core.addresses import without_secrets
+
 SHIPPED_CONF = Path(__file__).parents[1] / "starter" / "project" / "conf"
 """The configuration in the installed package: a copy of the repository's conf/base and of the files beside
 conf/base."""
@@ -95,3 +97,14 @@ def readable_path(path: str | Path, project: Path | None = None) -> str:
     `project` defaults to `project_folder`.
     """
     return str(path).removeprefix(f"{project or project_folder()}{os.sep}")
+
+
+def place(source: str) -> str:
+    """Return a hub id unchanged, a path without the names of this machine's folders, and an address without secrets.
+
+    A path below the working directory becomes a relative path. Of a path outside the working directory only the last
+    part is kept.
+    """
+    shown = without_secrets(readable_path(source))
+    path = Path(shown).expanduser()
+    return path.name if path.is_absolute() else shown

@@ -63,6 +63,16 @@ class OptimisationConfig:
         """Return the maximum length of a training sequence for a model with the given context; None: no limit."""
         return min((length for length in (self.max_length, context) if length is not None), default=None)
 
+    def in_words(self, rows: str) -> str:
+        """Return the length, the batch and the optimiser of the training for a model card; `rows` names the rows."""
+        passes = f"{self.num_train_epochs:g} epoch{'' if self.num_train_epochs == 1.0 else 's'}"
+        length = passes if self.max_steps is None else f"{self.max_steps:,} steps"
+        batch = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return (
+            f"{length}, {batch} {rows} per step, AdamW, peak learning rate {self.learning_rate:g} "
+            f"({self.lr_scheduler_type}), seed {self.seed}"
+        )
+
 
 def advice(group: str, config: OptimisationConfig, parameters: int) -> list[str]:
     """Return [a warning] if the learning rate suits only tiny models but the model is larger; else an empty list."""

@@ -12,19 +12,21 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.model_card import OWN_FORM, place, render_reward_card
+from ppo_rlhf.checkpoints.model_card import OWN_FORM, render_reward_card
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ModelError, TrainingError
-from ppo_rlhf.data.tables import hold_out
+from ppo_rlhf.data.tables import hold_out, origins_of_frame
 from ppo_rlhf.evaluation.win_rate import WinRate, win_rate
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import START
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.tokenizers import check_vocabulary
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.rewards.config import Reference
 from ppo_rlhf.rewards.scorers import score_sequences
+from ppo_rlhf.runtime.paths import place
 from ppo_rlhf.supervised.optimisation import History, OptimisationConfig, Watch, advice
 
 TRAINED_FROM = "trained_from"
@@ -102,7 +104,7 @@ def train_reward_model(
     Raises:
         TrainingError: The reward model's final accuracy is below `minimum_accuracy`.
     """
-    tokenizer = sft_policy.tokenizer()
+    tokenizer, made_from = sft_policy.tokenizer(), (sft_policy.origin(START), *origins_of_frame(preferences))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = CausalLMRewardModel.from_causal_lm(sft_policy.causal_lm())
@@ -141,10 +143,12 @@ def train_reward_model(
     setattr(saved.config, TRAINED_FROM, sft_policy.fingerprint())
     facts = _facts(config, len(trained), rate, len(held_out))
     has_template = tokenizer.chat_template is not None
-    card = render_reward_card(sft_policy.source, facts, config.preferences_path, own_form, has_template=has_template)
+    card = render_reward_card(
+        sft_policy.source, facts, config.preferences_path, own_form, made_from, has_template=has_template
+    )
     # Pad on the right, because some classifiers, such as GPT-2's, count positions wrongly with left padding
     tokenizer.padding_side = "right"
-    return TrainedModel(saved, tokenizer, card=card), history
+    return TrainedModel(saved, tokenizer, card=card, made_from=made_from), history
 
 
 def split_pairs(pairs: pd.DataFrame, config: RewardModellingConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -190,13 +194,9 @@ def _facts(config: RewardModellingConfig, pairs: int, rate: WinRate, held_out: i
     source = f"sampled from the model it started from, labelled by `{config.labeller}`"
     if config.preferences_path is not None or config.labeller is None:
         source = f"of `{place(config.preferences_path or 'preferences')}`"
-    passes = f"{config.num_train_epochs:g} epoch{'' if config.num_train_epochs == 1.0 else 's'}"
-    length = passes if config.max_steps is None else f"{config.max_steps:,} steps"
-    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     return {
         "Data": f"{pairs:,} pairs {source}",
-        "Training": f"Bradley–Terry loss, {length}, {batch} pairs per step, AdamW, peak learning rate "
-        f"{config.learning_rate:g} ({config.lr_scheduler_type}), seed {config.seed}",
+        "Training": f"Bradley–Terry loss, {config.in_words('pairs')}",
         "Accuracy": f"{rate.rate:.1%} of {held_out} held-out pairs are in the right order "
         f"(95 % interval {rate.low:.1%} to {rate.high:.1%})",
     }

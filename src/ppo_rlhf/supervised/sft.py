@@ -12,12 +12,15 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_rlhf.checkpoints.model_card import render_sft_card
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.plain_texts import name_plain_texts
+from ppo_rlhf.data.tables import origins_of_frame
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.tokenizers import train_word_tokenizer
+from ppo_rlhf.models.origins import START
+from ppo_rlhf.models.tokenizers import templates_of, train_word_tokenizer
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.progress_display import Lines
@@ -98,9 +101,9 @@ def train_sft_policy(
     demonstrations.
 
     Returns:
-        The SFT policy with its tokenizer, and its metrics by optimiser step: `sft/loss` (mean over the steps since the
-        last logged loss), `sft/learning_rate`, and once per epoch `sft/eval_loss` (nats per learnt token over all
-        held-out demonstrations).
+        The SFT policy with its tokenizer and model card, and its metrics by optimiser step: `sft/loss` (mean over the
+        steps since the last logged loss), `sft/learning_rate`, and once per epoch `sft/eval_loss` (nats per learnt
+        token over all held-out demonstrations).
 
     Raises:
         ConfigError: There is neither a base model nor `from_scratch`, or there are both.
@@ -113,6 +116,8 @@ def train_sft_policy(
         raise ConfigError(TWO_STARTS)
     else:
         model, tokenizer = base_model.causal_lm(), base_model.tokenizer()
+    start = () if base_model is None else (base_model.origin(START),)
+    made_from = (*start, *origins_of_frame(demonstrations))
     max_length = config.longest_sequence(context_length(model.config))
     template = None
     if "messages" in demonstrations and "prompt" not in demonstrations:
@@ -133,7 +138,15 @@ def train_sft_policy(
     from ppo_rlhf.supervised import trl_support
 
     history = trl_support.run_sft_trainer(model, tokenizer, trained, config, evaluate=evaluate, watch=watch)
-    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer), history
+    losses = [entry["sft/eval_loss"] for entry in history if "sft/eval_loss" in entry]
+    facts = {
+        "Data": f"{len(trained.input_ids):,} demonstrations",
+        "Training": f"cross entropy, {config.in_words('rows')}",
+        "Loss": f"{losses[-1]:.3f} nats per token on {len(held_out.input_ids):,} held-out demonstrations",
+    }
+    base = None if base_model is None else base_model.source
+    card = render_sft_card(base, facts, model, made_from, is_chat=bool(templates_of(tokenizer)))
+    return TrainedModel(nn.Module.to(model, "cpu"), tokenizer, card=card, made_from=made_from), history
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.data.sources import check_texts, table_of
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import REWARD
 from ppo_rlhf.models.reward_model import why_no_reward_model, with_mean
 from ppo_rlhf.models.tokenizers import (
     check_vocabulary,
@@ -43,7 +44,7 @@ from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.functions import check_column_names
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.rewards.shaping import check_token_rewards
-from ppo_rlhf.trainer.start_models import HOST, check_same_vocabulary, take_over
+from ppo_rlhf.trainer.start_models import HOST, check_same_vocabulary, model_origin, take_over
 
 TOKENS, MASK = "input_ids", "attention_mask"
 
@@ -166,7 +167,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ensure_pad_token(model_tokenizer, model.config)
         ensure_pad_id(model, model_tokenizer)
         scorer = scorers.ModelScorer(model, model_tokenizer, policy.tokenizer, batch_size, device)
-        return RewardScorer([("model", 1.0, scorer)], model)
+        return RewardScorer([("model", 1.0, scorer)], model, made_from=(model_origin(model, REWARD),))
     if offload:
         raise ConfigError(scorers.NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.directories import WEIGHTS, WEIGHTS_INDEX, check_model_directory, is_local
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import MADE_FROM, START, Origin
 from ppo_rlhf.models.preparation import prepare
 from ppo_rlhf.models.reward_model import with_mean
 from ppo_rlhf.models.tokenizers import check_vocabulary, ensure_pad_token, templates_of
@@ -35,6 +37,7 @@ from ppo_rlhf.ppo.run_setup import (
     prepare_reference,
     start_dtype,
 )
+from ppo_rlhf.runtime.paths import place
 from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,23 @@ def check_model_paths(*sources: Any) -> None:
             raise ModelError(f"{source}: there is no such model directory. A hub id is given as text, not as a Path.")
         if isinstance(source, str | Path):
             check_model_directory(source)
+
+
+def model_origin(source: ModelSource, role: str) -> Origin:
+    """Return a model, or the model at a path or hub id, as an origin of a trained model.
+
+    A model object has no digest, because a script may have changed its weights. If it was loaded from a directory with
+    `made_from.json`, its origins are those of the directory.
+
+    Raises:
+        ModelError: `made_from.json` is damaged.
+    """
+    if isinstance(source, str | Path):
+        return PretrainedHandle(str(source)).origin(role)
+    name = source.name_or_path or ""
+    if name and Path(name, MADE_FROM).is_file():
+        return replace(PretrainedHandle(name).origin(role), digest=None)
+    return Origin("model", role, place(name) or "a model without a name", on_hub=bool(name) and not is_local(name))
 
 
 def take_policies(
@@ -102,7 +122,8 @@ def take_policies(
         copied_source = source if isinstance(source, str | Path) else copy.deepcopy(base)
         frozen = _causal_lm(copied_source, "reference policy", start_dtype(config), config, reference_device)
     prepare_reference(frozen, config)
-    return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head), frozen
+    made_from = (model_origin(source, START),)
+    return TrainedModel(policy_to_train(base, config), tokenizer, value_head=head, made_from=made_from), frozen
 
 
 def take_critic(

@@ -33,6 +33,7 @@ from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.policy import OnExploitation
 from ppo_rlhf.models.directories import CONFIG
+from ppo_rlhf.models.origins import CRITIC
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
 from ppo_rlhf.ppo.precision import device_of, with_dtype
@@ -50,7 +51,14 @@ from ppo_rlhf.trainer.bookkeeping import Bookkeeper, warn, watched
 from ppo_rlhf.trainer.evaluation import Evaluated, HeldOut, is_reward, take_held_out
 from ppo_rlhf.trainer.output_folder import checkpoint_to_resume, claim, locked, say_where
 from ppo_rlhf.trainer.query_sampler import QuerySampler
-from ppo_rlhf.trainer.start_models import ModelSource, check_model_paths, context_of_all, take_critic, take_policies
+from ppo_rlhf.trainer.start_models import (
+    ModelSource,
+    check_model_paths,
+    context_of_all,
+    model_origin,
+    take_critic,
+    take_policies,
+)
 from ppo_rlhf.trainer.trl_scripts import answers_trl
 
 log = logging.getLogger(__name__)
@@ -161,6 +169,9 @@ class PPOTrainer:
         check_alike("PPOTrainer", config=config, prompt_tokens=tokens, **origin)
         self.state = build_state(start.model, critic, start.tokenizer, config)
         self.state.origin = origin | ({} if self._prompts is None else printed_date(self._prompts, start.tokenizer))
+        critic_origins = () if value_model is None else (model_origin(value_model, CRITIC),)
+        rewards = () if self._scorer is None else self._scorer.made_from
+        self.state.made_from = (*start.made_from, *rewards, *critic_origins)
         self._folders: set[Path] = set()  # folders in which this run has saved checkpoints
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
@@ -407,8 +418,10 @@ class PPOTrainer:
         rewards = [] if self._scorer is None else [f"`{name}`" for name in self._scorer.names]
         state = self.state
         parts = state.learner, state.sampler
-        card = render_card(*parts, state.progress, rewards) if may_write_card(folder) else None
-        on_main(lambda: replace(exported_policy(*parts), card=card).save(folder))
+        card = None
+        if may_write_card(folder):
+            card = render_card(*parts, state.progress, rewards, made_from=state.made_from)
+        on_main(lambda: replace(exported_policy(*parts), card=card, made_from=state.made_from).save(folder))
         if self.config.export_critic:
             on_main(partial(self._export_critic, folder / CRITIC_FOLDER, rewards))
         elif (folder / CRITIC_FOLDER / CONFIG).is_file():
@@ -420,8 +433,9 @@ class PPOTrainer:
     def _export_critic(self, folder: Path, rewards: list[str]) -> None:
         state = self.state
         critic = exported_critic(state.learner, state.sampler.tokenizer)
-        card = render_critic_card(state.learner, state.progress, rewards, critic.model, prompts=None, run_id=None)
-        replace(critic, card=card if may_write_card(folder) else None).save(folder)
+        parts = state.learner, state.progress, rewards, critic.model, state.made_from
+        card = render_critic_card(*parts, prompts=None, run_id=None) if may_write_card(folder) else None
+        replace(critic, card=card, made_from=state.made_from).save(folder)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str = "Policy trained by PPO", **options: Any) -> str:
         """Upload the policy, as `save_pretrained` writes it, to the Hugging Face hub, and return the commit's URL.

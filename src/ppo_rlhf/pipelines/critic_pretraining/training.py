@@ -147,7 +147,8 @@ def pretrain_critic(
     history.insert(0, {STEP: 0, HELD_OUT: _explained(state.shaping, held_out, scores)})
     _, values = critic_values(evaluating.learner, replace(held_out.cut, halvings=state.learner.halving.count))
     history[-1][HELD_OUT] = _explained(state.shaping, replace(held_out, values=values), scores)
-    return exported_critic(state.learner, state.sampler.tokenizer), history
+    made_from = (*policy.made_from, *scorer.made_from, *prompts.made_from)
+    return replace(exported_critic(state.learner, state.sampler.tokenizer), made_from=made_from), history
 
 
 def _explained(shaping: Shaping, rollouts: Rollouts, scores: Scores) -> float:

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.model_card import place, with_index, with_result
+from ppo_rlhf.checkpoints.model_card import with_index, with_result
 from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.chats import TOOLS, read_tools
@@ -38,6 +38,7 @@ from ppo_rlhf.reporting.wording import headline, measure, remarks, result_sectio
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer, reward_model_accuracy
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS
+from ppo_rlhf.runtime.paths import place
 from ppo_rlhf.supervised.demonstrations import IGNORED, DataPreparationConfig
 from ppo_rlhf.supervised.reference_texts import choose_reference_texts, tokenise_reference_texts
 

@@ -13,17 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
-from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, place, render_card, render_critic_card
+from ppo_rlhf.checkpoints.model_card import NOT_EVALUATED, render_card, render_critic_card
 from ppo_rlhf.checkpoints.restore import printed_date, restore
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, find_evaluated, name_unevaluated
+from ppo_rlhf.data.tables import origins_of
 from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import CRITIC
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.passes.sharding import shard_in_place
 from ppo_rlhf.ppo import loop
@@ -45,7 +47,7 @@ from ppo_rlhf.rewards.scorers import build_reward_scorer, check_scorable, handle
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import readable_path
+from ppo_rlhf.runtime.paths import place, readable_path
 from ppo_rlhf.runtime.processes import shards_models
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ def prepare_prompts(
             )
     log.info("%d prompts to train on, %d held out.", len(training), len(held_out))
     stored = {"training_prompts": training.texts_frame(), "evaluation_prompts": held_out.to_frame()}
+    training = replace(training, made_from=origins_of(raw_prompts, "prompts"))
     return {"prompt_dataset": training, "evaluation_prompt_dataset": held_out, **stored}
 
 
@@ -147,6 +150,8 @@ def initialise_training_state(
         for frozen in (reference_policy, *models_of(reward_scorer)):
             shard_in_place(frozen, state.learner.device)
     state.origin |= printed_date(prompt_dataset, policy.tokenizer)
+    critics = (pretrained_critic.origin(CRITIC),) if pretrained_critic is not None and stored is not None else ()
+    state.made_from = (*policy.made_from, *reward_scorer.made_from, *critics, *prompt_dataset.made_from)
     if resume_checkpoint is not None:
         restore(state, resume_checkpoint)
     return state
@@ -291,11 +296,12 @@ def export_policy(
     state, rewards = next_training_state, _name_rewards(reward, reward_model)
     run = mlflow.active_run()
     run_id = None if run is None else run.info.run_id
-    card = render_card(state.learner, state.sampler, state.progress, rewards, evaluation.prompts_path, run_id)
+    parts = state.learner, state.sampler, state.progress
+    card = render_card(*parts, rewards, evaluation.prompts_path, run_id, state.made_from)
     environment = "" if run is None else env_option(run.data.tags.get("environment"))
     command = f"`kedro run{environment} --pipelines evaluation`"
     card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} {command} writes the result here.")
-    return replace(exported_policy(state.learner, state.sampler), card=card)
+    return replace(exported_policy(state.learner, state.sampler), card=card, made_from=state.made_from)
 
 
 def export_critic(
@@ -312,8 +318,8 @@ def export_critic(
     rewards, run_id = _name_rewards(reward, reward_model), None if run is None else run.info.run_id
     prompts = evaluation.prompts_path
     parts = state.learner, state.progress
-    card = render_critic_card(*parts, rewards, critic.model, prompts=prompts, run_id=run_id)
-    return replace(critic, card=card)
+    card = render_critic_card(*parts, rewards, critic.model, state.made_from, prompts=prompts, run_id=run_id)
+    return replace(critic, card=card, made_from=state.made_from)
 
 
 def summarise_training(next_training_state: TrainingState, evaluation_metrics: list[dict[str, Any]]) -> pd.DataFrame:

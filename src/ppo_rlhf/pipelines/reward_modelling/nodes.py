@@ -10,9 +10,10 @@ from datasets import Dataset
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
-from ppo_rlhf.data.tables import frame_of
+from ppo_rlhf.data.tables import frame_of, origins_of, origins_of_frame, with_origins
 from ppo_rlhf.evaluation.win_rate import WinRate
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.people.answers import AGREEMENT
 from ppo_rlhf.ppo.precision import resolve_device
@@ -36,7 +37,8 @@ def check_preferences(raw_preferences: Dataset | None, reward_modelling: RewardM
     given = frame_of(raw_preferences)
     if AGREEMENT in given and pd.notna(given[AGREEMENT].iloc[0]) and mlflow.active_run() is not None:
         mlflow.log_metric(AGREEMENT, float(given[AGREEMENT].iloc[0]))
-    return pairs.check_preferences(given, *reward_modelling.columns)
+    checked = pairs.check_preferences(given, *reward_modelling.columns)
+    return with_origins(checked, origins_of(raw_preferences, "preferences"))
 
 
 def collect_preferences(
@@ -51,7 +53,8 @@ def collect_preferences(
     """Tokenise the user's preferences; without preferences, sample pairs of responses and let the labeller choose."""
     tokenizer = sft_policy.tokenizer()
     if len(checked_preferences):
-        return pairs.tokenise_preferences(checked_preferences, tokenizer).reset_index(drop=True)
+        tokenised = pairs.tokenise_preferences(checked_preferences, tokenizer).reset_index(drop=True)
+        return with_origins(tokenised, origins_of_frame(checked_preferences))
     labeller = reward_modelling.labeller
     if raw_prompts is None or labeller is None:
         raise DataError(
@@ -63,7 +66,7 @@ def collect_preferences(
     training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)
     policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
-    return pairs.sample_preferences(
+    sampled = pairs.sample_preferences(
         policy,
         tokenizer,
         training,
@@ -75,6 +78,8 @@ def collect_preferences(
         seed=reward_modelling.seed,
         batch_size=reward_modelling.sampling_batch_size,
     )
+    role, of = "pairs of its responses, labelled by", origins_of(raw_prompts, "prompts")
+    return with_origins(sampled, [Origin("table", role, labeller, made_from=of)])
 
 
 def train_reward_model(
