@@ -334,12 +334,13 @@ def test_a_file_on_the_hub_is_read_from_its_copy_in_the_cache(tmp_path, monkeypa
     (repository / "refs/main").write_text(commit)
     (repository / "refs/v2").write_text(commit)
     (repository / f"snapshots/{commit}/data").mkdir(parents=True)
-    write(repository / f"snapshots/{commit}/data/train-0.parquet")
+    file = write(repository / f"snapshots/{commit}/data/train-0.parquet")
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     for address in ("org/set/data/train-0.parquet", "org/set@v2/data/train-0.parquet"):
         dataset = RecordsDataset(f"hf://datasets/{address}", prepare=f"{__name__}:shout")
         assert dataset.load()["prompt"][:] == ["ONCE UPON", "ÜNÏCODE ✓"]
         [origin] = origins_of(dataset.load(), "prompts")
-        assert (origin.source, origin.digest, origin.on_hub) == (f"hf://datasets/{address}", commit, True)
+        assert (origin.source, origin.digest, origin.on_hub) == (f"hf://datasets/{address}", sha256, True)
         assert dataset._describe() == {"filepath": f"hf://datasets/{address}"}
         assert dataset.preview()["data"] == []
 
@@ -461,10 +462,10 @@ def test_a_data_set_on_the_hub_is_named_with_revision_configuration_and_split(hu
 
 
 def test_a_data_set_on_the_hub_is_known_by_its_commit_and_a_file_by_its_hash(tmp_path, monkeypatch):
-    commit, table = "89abcdef01" * 4, datasets.Dataset.from_list(ROWS)
-    # what `datasets` records of the files that it downloads
-    table.info.download_checksums = {f"hf://datasets/org/name@{commit}/data/train-0.parquet": {"num_bytes": 7}}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    commit = "89abcdef01" * 4
+    folder = tmp_path / "org___name/default/0.0.0" / commit  # where `datasets` keeps a table of the hub
+    datasets.Dataset.from_list(ROWS).save_to_disk(folder)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.load_from_disk(folder))
     assert origins_of(RecordsDataset("org/name@v2:train").load(), "prompts") == (
         Origin("table", "prompts", "org/name@v2:train", commit, on_hub=True),
     )

@@ -1,7 +1,8 @@
 """The models of a training state in a checkpoint.
 
     policy/                       the policy's model directory with its tokenizer; with LoRA only peft's adapter;
-                                  generation_config.json and ppo_rlhf.json record how the policy was trained
+                                  generation_config.json and ppo_rlhf.json record how the policy was trained;
+                                  made_from.json, which `store` writes, lists what it was made from
     critic.safetensors            the critic; with LoRA only the trained weights, with a shared trunk only the head
     policy_average.safetensors    only with ema_decay
     frozen_weights.json           only with LoRA: fingerprints of the frozen weights below the adapters

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _CHECKSUM, _MADE_FROM = "checksum", "made_from"
-_COMMIT = re.compile(r"(?:@|/snapshots/)([0-9a-f]{40})/")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def with_source(table: Dataset, source: str, digest: str | None) -> Dataset:
@@ -32,11 +33,12 @@ def with_source(table: Dataset, source: str, digest: str | None) -> Dataset:
 
 
 def commit_of(table: Dataset) -> str | None:
-    """Return the commit of a table that `datasets` has loaded from the hub; None if the addresses of its files have
-    none.
+    """Return the commit of a table that `datasets` has loaded from the hub; None if the table has no files.
+
+    `datasets` keeps the files in a folder that is named like the commit.
     """
-    found = map(_COMMIT.search, table.info.download_checksums or {})
-    return next((commit[1] for commit in found if commit), None)
+    commits = {part for file in table.cache_files for part in Path(file["filename"]).parts if _COMMIT.fullmatch(part)}
+    return commits.pop() if len(commits) == 1 else None
 
 
 def origins_of(table: Dataset | None, role: str) -> tuple[Origin, ...]:

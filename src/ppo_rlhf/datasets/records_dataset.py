@@ -99,7 +99,8 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
             if self._pairs is not None and is_answers(table.column_names):
                 joined = CollectedPairs.read(self._pairs).join(table, self._source)
                 table = self._answers = preferences_of([pair for pair, _ in joined], self._source)
-        found = self._found()
+        # A file on the hub has been downloaded by now
+        found = find(self._source) if self._source.startswith(HUB) else self._found()
         identity = commit_of(table) if found is None else digest(found.files)
         table = table if self._prepare is None else _prepared(table, self._prepare, self._source)
         return with_source(table, self._source, identity)
