@@ -99,7 +99,7 @@ def render_sft_card(
     the tokenizer has a chat template. `made_from` has the same meaning as in `render_card`.
     """
     started = "random weights" if base is None else _started_from(base)
-    facts = {"Started from": started, "Read by": readers(model.config), **facts}
+    shown = {"Started from": started, "Read by": readers(model.config), **facts}
     prompt = '[{"role": "user", "content": "Your prompt"}]' if is_chat else '"Your prompt"'
     usage = f"""```python
 from transformers import pipeline
@@ -112,7 +112,7 @@ print(generator({prompt}, return_full_text=False)[0]["generated_text"])
         "The model imitates its demonstrations; its behaviour on other prompts is unknown. Its safety was not examined."
     )
     sections = {**_made_from(made_from), "Use": usage, "Limits": _list([limit, LIMITS[-1]])}
-    return _render(metadata, "# A language model after supervised fine-tuning", facts, sections)
+    return _render(metadata, "# A language model after supervised fine-tuning", shown, sections)
 
 
 def render_reward_card(
