@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.models.origins import Origin
 from ppo_rlhf.passes.gradient_checkpointing import NAME
 from ppo_rlhf.ppo.precision import make_accelerator
 from ppo_rlhf.runtime import progress_display
@@ -242,6 +243,9 @@ def test_a_loss_that_is_not_finite_stops_the_training():
 
         def tokenizer(self):
             return word_tokenizer()
+
+        def origin(self, role):
+            return Origin("model", role, self.source)
 
     with pytest.raises(TrainingError, match=r"sft: .*loss .*nan .*step 1\..*learning_rate"):
         train_sft_policy(Broken("x"), TEXTS, HELD_OUT, config())
