@@ -78,7 +78,8 @@ def check_preferences(
     texts = [
         (row, str(record["prompt"]), (record["chosen"], record["rejected"]))
         for row, record in enumerate(records)
-        if isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
+        # Pairs that people compared have their prompt apart; a response that begins with it was sampled so
+        if AGREEMENT not in frame and isinstance(record["chosen"], str) and isinstance(record["rejected"], str)
     ]
     fix = "set reward_modelling.prompt_column to a name that no column has"
     for number, parts in split_texts("preferences", "chosen and rejected begin", texts, fix).items():
