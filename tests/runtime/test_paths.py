@@ -25,8 +25,8 @@ def test_a_relative_path_is_below_the_project_and_other_paths_stay(project: Path
 
 
 def test_a_run_has_its_project_also_from_the_folder_of_another_one(project: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(paths.running, "project", Path("/work/mine"))
-    assert in_project("pairs.jsonl") == Path("/work/mine/pairs.jsonl")
+    monkeypatch.setattr(paths.running, "project", Path("/projects/mine"))
+    assert in_project("pairs.jsonl") == Path("/projects/mine/pairs.jsonl")
 
 
 def test_a_model_beside_the_command_does_not_stand_in_for_one_of_the_project(project: Path):
