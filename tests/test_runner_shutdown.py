@@ -119,7 +119,6 @@ def test_the_first_signal_lets_the_iteration_finish_and_saves_it(name, caplog):
     assert scene.saved == [2, 3]
     assert "evaluate 3" not in scene.happened  # the run that resumes evaluates it
     assert len([line for line in caplog.messages if line.startswith(f"{name}: finishing iteration 3 ")]) == 1
-    assert any(message.startswith("Iteration 3/6") for message in caplog.messages)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

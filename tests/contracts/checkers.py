@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 
 def documented_metrics(markdown: str) -> set[str]:
-    """Return the keys in the first column of a Markdown document's tables."""
-    rows = [line.split("|")[1] for line in markdown.splitlines() if line.startswith("| `")]
+    """Return the keys in the first column of a Markdown document's tables, without the section on rates."""
+    tables = re.sub(r"\n## What intervals and alarms hold\n.*?(?=\n## )", "", markdown, flags=re.DOTALL)
+    rows = [line.split("|")[1] for line in tables.splitlines() if line.startswith("| `")]
     return {key for cell in rows for key in re.findall(r"`([^`]+)`", cell)}
 
 

@@ -27,7 +27,6 @@ def test_a_value_of_any_characters_is_found_in_runs_and_registered_models(store:
         assert [run.data.tags["tag"] for run in runs] == [value]
         assert [model.name for model in client.search_registered_models(equals("name", value))] == [value]
         assert client.search_model_versions(equals("name", value)) == []
-        assert mlflow.search_logged_models([experiment], equals("name", value), output_format="list") == []
         assert client.search_traces(locations=[experiment], filter_string=equals("tags.`tag`", value)) == []
 
 

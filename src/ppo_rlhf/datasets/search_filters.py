@@ -9,8 +9,10 @@ def equals(field: str, value: str) -> str:
     Raises:
         ConfigError: No filter can have the value, because it has quotes of both kinds, which MLflow cannot escape.
     """
-    if '"' not in value:
-        return f'{field} = "{value}"'
-    if "'" in value or value.endswith("\\"):  # before this quote a backslash escapes, and before the other it does not
+    # Single quotes first: a search of logged models finds nothing by a value in double quotes. In single quotes a
+    # backslash escapes, in double quotes it does not
+    if "'" not in value and not value.endswith("\\"):
+        return f"{field} = '{value}'"
+    if '"' in value:
         raise ConfigError(f"{value}: MLflow cannot search for a name with such quotes. Give it another name.")
-    return f"{field} = '{value}'"
+    return f'{field} = "{value}"'
