@@ -12,6 +12,13 @@ from ppo_rlhf.core.errors import DataError, DivergenceError
         ("postgresql://me:secret@db:5432/x?a=b", "postgresql://***@db:5432/x?a=b"),
         ("no reply of https://me:a:b@c@host, asked twice", "no reply of https://***@host, asked twice"),
         ("http://me:s3/cret@host:5000", "http://***@host:5000"),
+        ("\x1b[31mhttp://me:secret@host", "\x1b[31mhttp://***@host"),
+        ("at地址http://me:secret@host", "at地址http://***@host"),
+        ("_http://me:secret@host", "_http://***@host"),
+        (
+            "https://h/x?accessKey=a&code=b&pass=c&passphrase=d",
+            "https://h/x?accessKey=***&code=***&pass=***&passphrase=***",
+        ),
         ("http://TOKEN@host:5000", "http://***@host:5000"),
         ("http://a@mail:secret@host", "http://***@host"),
         ("p/http:/me:secret@host/x", "p/http:/***@host/x"),

@@ -25,6 +25,7 @@ def test_control_characters_are_written_out_and_lines_and_tabs_stay():
         ("\u200d", r"\u200d"),
         ("\U000e0041\U000e01ef\u2028\ue000", r"\U000e0041\U000e01ef\u2028\ue000"),
         ("\u3164\u115f\u2800\u034f", r"\u3164\u115f\u2800\u034f"),  # letters, a symbol and a mark that are blank
+        ("\u2065\ufff0\ufff8\ufdd0\ufffe", r"\u2065\ufff0\ufff8\ufdd0\ufffe"),  # assigned to no character
         ("مرحبا \u200fשלום\u061c", "مرحبا \\u200fשלום\\u061c"),
     ],
 )

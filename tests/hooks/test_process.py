@@ -1,5 +1,7 @@
 """What the project sets in the process that it runs in, in every way in which the project can be entered."""
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from ppo_rlhf.hooks.process import ShownRecord
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -32,3 +36,14 @@ def ways_in(new_toy_project: Callable[[Path], Path], tmp_path_factory: pytest.Te
 @pytest.mark.parametrize("way", ["server", "notebook", "viz"])
 def test_mlflow_sends_no_telemetry_and_prints_no_address_with_a_password(ways_in: list[str], way: str):
     assert f"{way}: telemetry False, hidden True" in ways_in
+
+
+def test_a_traceback_in_the_log_shows_neither_passwords_nor_control_characters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging, "_logRecordFactory", ShownRecord)
+    shown, logger = io.StringIO(), logging.getLogger("traceback")
+    logger.addHandler(logging.StreamHandler(shown))
+    try:
+        raise OSError("http://me:secret@host \x1b[31m")
+    except OSError:
+        logger.exception("failed")
+    assert shown.getvalue().splitlines()[-1] == r"OSError: http://***@host \x1b[31m"

@@ -200,6 +200,15 @@ def test_a_text_gets_the_pieces_with_the_highest_scores_and_a_space_before_it(tm
         ({"keys": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type=yarn"),
         ({"keys": {"llama.rope.scaling.factor": 2.0}}, "with the factor 2 has no counterpart"),
         ({"extra": {"rope_freqs.weight": np.array([1, 1, 1, 8], np.float32)}}, "rope_freqs.weight does not extend"),
+        ({"keys": {"tokenizer.ggml.merges": None}}, "tokenizer.ggml.merges is missing"),
+        (
+            {
+                "rope_parameters": LLAMA3,
+                "keys": {"llama.rope.scaling.factor": 4.0},
+                "extra": {"rope_freqs.weight": llama3_factors()},
+            },
+            "rope_freqs.weight does not extend",
+        ),
         ({"extra": {"rope_factors_long.weight": np.ones(4, np.float32)}}, "the tensor rope_factors_long.weight has no"),
         ({"extra": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "the tensor blk.0.attn_q.bias has no counterpart"),
         (

@@ -376,6 +376,9 @@ ENDLESS = r"(\w+\.?)+!"
         {"modules_to_save": [ENDLESS]},
         {"rank_pattern": {ENDLESS: 4}},
         {"layers_pattern": [ENDLESS]},
+        {"feedforward_modules": ENDLESS},
+        {"n_frequency_pattern": {ENDLESS: 3}},
+        {"block_size_pattern": {ENDLESS: 3}},
     ],
     ids=lambda settings: next(iter(settings)),
 )

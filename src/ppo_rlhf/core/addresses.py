@@ -3,10 +3,11 @@
 import re
 
 # A password may have a slash or another @. `hf://datasets/owner/name@revision` and other paths have an @, too. Paths of
-# files lose a slash: `pathlib` writes http:/user:password@host
-_LOGIN = re.compile(r"(?i)(?<![\w+.-])((?!hf:)[a-z][\w+.-]+:/{1,2})(?!/)(?:[^\s/?#:]*:\S*|[^\s/?#]*)@")
+# files lose a slash: `pathlib` writes http:/user:password@host. Whatever stands before a scheme may be glued to it
+_LOGIN = re.compile(r"(?i)((?!h?f:)[a-z][a-z0-9+.-]*:/{1,2})(?!/)(?:[^\s/?#:]*:\S*|[^\s/?#]*)@")
 _WORDS = r"[\w.%~-]*(?:password|passwd|pwd|token|secret|signature|credential)[\w.%~-]*"
-_NAMES = r"(?:[\w.%~-]*[_.-])?(?:key|apikey|sig|auth|authorization)"
+_KEYS = "(?:access|account|private|shared|subscription)key"
+_NAMES = rf"(?:[\w.%~-]*[_.-])?(?:key|apikey|sig|auth|authorization|code|pass|passphrase|jwt|{_KEYS})"
 _QUERY = re.compile(rf"(?i)([?&;#](?:{_WORDS}|{_NAMES})=)[^&\s]*[^&\s'\":,.;)\]}}>]")
 
 

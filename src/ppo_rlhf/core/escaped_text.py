@@ -11,7 +11,10 @@ import unicodedata
 _CONTEXTUAL = re.compile("([\u200c\u200d\ufe0e\ufe0f])")
 """Unicode's joiners and the selectors of an emoji's form: some neighbours make them visible."""
 _JOINER, _SELECTORS, _KEYCAP, _VIRAMA = "\u200d", "\ufe0e\ufe0f", "\u20e3", 9
-_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]")
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u2800\u3164\ufdd0-\ufdef\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
+    "\ufffe\uffff\U000e0000-\U000e0fff]"
+)
 """Fillers and selectors that show nothing, although Unicode counts them as letters, marks, symbols or unassigned."""
 
 

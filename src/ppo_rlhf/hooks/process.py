@@ -2,15 +2,21 @@
 
 import logging
 import os
+from typing import Any
 
 import mlflow.telemetry
 
 from ppo_rlhf.core.addresses import without_secrets
-from ppo_rlhf.core.escaped_text import EscapedRecord
+from ppo_rlhf.core.escaped_text import EscapedRecord, escaped
 
 
 class ShownRecord(EscapedRecord):
-    """A log record whose message has neither control characters nor passwords and tokens of addresses."""
+    """A log record whose text has neither control characters nor passwords and tokens of addresses."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.exc_info and self.exc_info[0] is not None:
+            self.exc_text = escaped(without_secrets(logging.Formatter().formatException(self.exc_info)))
 
     def getMessage(self) -> str:  # noqa: N802  # logging's name
         """Return the message as a terminal may show it."""

@@ -25,6 +25,9 @@ _FORMS = {
     "target_modules": "^(?:{})$",
     "exclude_modules": "^(?:{})$",
     "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
+    "feedforward_modules": "^(?:{})$",
+    "n_frequency_pattern": r".*\.{}$",
+    "block_size_pattern": r".*\.{}$",
     "modules_to_save": r"(^|.*\.){}($|\..*)",
     "rank_pattern": r"(.*\.)?({})$",
     "alpha_pattern": r"(.*\.)?({})$",
@@ -89,7 +92,7 @@ def _patterns(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     for setting, form in _FORMS.items():
         value = settings.get(setting)
         # peft compares a list of targets as texts
-        if setting in ("target_modules", "exclude_modules") and not isinstance(value, str):
+        if setting in ("target_modules", "exclude_modules", "feedforward_modules") and not isinstance(value, str):
             continue
         for text in [value] if isinstance(value, str) else value or ():
             if isinstance(text, str) and not _NAME.fullmatch(text) and text != "all-linear":

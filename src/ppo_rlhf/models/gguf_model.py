@@ -177,7 +177,8 @@ def _rope(keys: Keys, of_head: int, header: GGUFHeader, file: BinaryIO) -> dict[
             "original_max_position_embeddings": LLAMA3_CONTEXT,
         }
         expected = _llama3_factors(base, of_head, most)
-        if kind != "none" or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3, atol=0.0):
+        is_plain = kind == "none" and factor in (0.0, 1.0)
+        if not is_plain or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3, atol=0.0):
             raise ValueError(f"the tensor {ROPE_FACTORS} does not extend the context as Llama 3.1 does")
         return scaled
     match kind:

@@ -133,7 +133,8 @@ def _byte_level(keys: Keys, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
         )
     if keys.take("tokenizer.ggml.add_space_prefix", bool, False):
         raise ValueError("tokenizer.ggml.add_space_prefix=True has no counterpart for tokenizer.ggml.model=gpt2")
-    pairs = keys.take_texts("tokenizer.ggml.merges")
+    if not (pairs := keys.take_texts("tokenizer.ggml.merges")):
+        raise ValueError("tokenizer.ggml.merges is missing")
     if odd := next((pair for pair in pairs if pair.count(" ") != 1), None):
         raise ValueError(f"tokenizer.ggml.merges has {odd!r:.60}")
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in pairs)]
