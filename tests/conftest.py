@@ -36,7 +36,10 @@ def nothing_said_yet() -> None:
 @pytest.fixture
 def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], Path]:
     """Put a folder into a cache that is laid out as the hub's client does, under a name and a revision."""
+    from ppo_rlhf.models.directories import hub_answers
+
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub_answers.cache_clear()  # the stand-in for the hub of an earlier test may have answered
 
     def put(name: str, revision: str, commit: str) -> Path:
         cached = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
