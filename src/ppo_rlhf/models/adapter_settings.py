@@ -21,11 +21,13 @@ INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 the base when an adapter is made, and again whenever it is loaded."""
 PATTERN_S = 10.0
 """Seconds that an adapter's patterns may take on the names of all layers."""
+_WHOLE = "^(?:{})$"
+"""How peft matches a target given as one text. It compares a list of targets as texts."""
 _FORMS = {
-    "target_modules": "^(?:{})$",
-    "exclude_modules": "^(?:{})$",
+    "target_modules": _WHOLE,
+    "exclude_modules": _WHOLE,
     "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
-    "feedforward_modules": "^(?:{})$",
+    "feedforward_modules": _WHOLE,
     "n_frequency_pattern": r".*\.{}$",
     "block_size_pattern": r".*\.{}$",
     "modules_to_save": r"(^|.*\.){}($|\..*)",
@@ -91,8 +93,7 @@ def _patterns(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield the setting, the text, and the whole expression of each pattern that is more than a name."""
     for setting, form in _FORMS.items():
         value = settings.get(setting)
-        # peft compares a list of targets as texts
-        if setting in ("target_modules", "exclude_modules", "feedforward_modules") and not isinstance(value, str):
+        if form == _WHOLE and not isinstance(value, str):
             continue
         for text in [value] if isinstance(value, str) else value or ():
             if isinstance(text, str) and not _NAME.fullmatch(text) and text != "all-linear":
