@@ -248,7 +248,8 @@ def results(project: Path, name: str) -> Record:
                 history = client.get_metric_history(run.info.run_id, key)
                 points.setdefault(key, []).extend(sorted([point.step, repr(point.value)] for point in history))
     checkpoint = max(models.glob("ppo_checkpoints/*/iteration_*"))
-    rows = json.loads((checkpoint / "history.json").read_text(encoding="utf-8"))
+    lines = (checkpoint.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [line["metrics"] for line in map(json.loads, lines) if line["kind"] == "iteration"]
     columns = sorted({key for row in rows for key in row if not OF_THE_CLOCK.match(key)})
     folders = {"policy": max(models.glob("ppo_policy/*/")), "checkpoint": checkpoint}
     return {

@@ -19,9 +19,10 @@ from kedro.pipeline import Node, Pipeline
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.judge.settings import LLMJudgeConfig
+from ppo_rlhf.ppo import stop_requests
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runner import ITERATION_TAG, LoopRunner, _asked_again, _asked_by_evaluation
-from ppo_rlhf.runtime import processes, signals
+from ppo_rlhf.runtime import signals
 from ppo_rlhf.runtime.signals import RunInterruptedError
 from tests.bare_state import bare_state
 
@@ -67,7 +68,6 @@ def loop(scene: Scene) -> tuple[Pipeline, DataCatalog]:
     def optimise(state: TrainingState, rollouts: int) -> tuple[TrainingState, TrainingState]:
         state.progress.iteration += 1
         scene.reach("optimise", state.progress.iteration)
-        state.progress.requests.agree(save_by_time=False)
         return state, state
 
     def evaluate(state: TrainingState) -> float:
@@ -184,10 +184,11 @@ def test_a_hanging_node_is_stopped_when_the_grace_is_over_and_the_last_checkpoin
     assert any(line.startswith("SIGTERM: shutdown_grace_s=0.3 ") for line in caplog.messages)
 
 
-def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytest.MonkeyPatch):
-    """In both cases the state is saved, although no checkpoint was due."""
-    asked = iter([[(None, ""), (None, "")]] * 5 + [[(None, ""), (signal.SIGINT, "")]])
-    monkeypatch.setattr(processes, "from_all", lambda value: next(asked))
+@pytest.mark.parametrize("meeting", [7, 8, 9])
+def test_a_process_stops_with_another_one_that_got_the_signal(monkeypatch: pytest.MonkeyPatch, meeting: int):
+    """The processes meet at an iteration's end, after the callbacks and after the evaluation; no checkpoint was due."""
+    asked = iter([[None, None]] * (meeting - 1) + [[None, (signal.SIGINT, "")]] * 3)
+    monkeypatch.setattr(stop_requests, "from_all", lambda value: next(asked))
     scene = Scene(bare_state(6, save_interval=100))
     pipeline, catalog = loop(scene)
     with pytest.raises(RunInterruptedError, match="SIGINT"):

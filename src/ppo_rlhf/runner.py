@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kedro.framework.session import KedroSession
@@ -31,7 +32,6 @@ from ppo_rlhf.ppo.run_control import RunControl
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.launcher import ending_together
 from ppo_rlhf.runtime.names import (
-    CHECKPOINT,
     EVALUATION_METRICS,
     ITERATION_METRICS,
     NEXT_STATE,
@@ -254,7 +254,8 @@ def _catalog_of_run(pipeline: Pipeline, catalog: CatalogProtocol) -> Any:
         return RunCatalog(catalog, pipeline)
     reusable = {name for node in plan.upstream if (node.namespace or "").split(".")[0] != PPO for name in node.outputs}
     outputs = StageOutputs(run_directory(resume.root), reusable)
-    return RunCatalog(catalog, pipeline, outputs, resume.requested is not None)
+    resumed = resume.requested is not None
+    return RunCatalog(catalog, pipeline, outputs, resumed=resumed, checkpoint=resume.load() if resumed else None)
 
 
 def _without_finished(pipeline: Pipeline, catalog: RunCatalog) -> Pipeline:
@@ -286,22 +287,23 @@ def _stop_if_over(hours: float | None, next_node: str) -> None:
 
 def _repeat(plan: LoopPlan, catalog: RunCatalog, execute: Callable[[Node], None]) -> None:
     """Run iterations until training is finished, or until a process got a signal and the last iteration is saved."""
-    from ppo_rlhf.checkpoints.store import check_best, load_best
+    from ppo_rlhf.checkpoints.store import check_kept_best, load_best
     from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
 
     state: TrainingState = catalog.load(STATE)
     own, reporters = own_callbacks(state.config), reporting_callbacks(state.config)
     best_in = catalog.run_folder if _stops_at_exploitation(plan, catalog) else None
     if best_in is not None and state.progress.iteration:
-        check_best(best_in, state.progress)
+        check_kept_best(state.progress)
     parts = state.learner, state.sampler, state.progress
-    all_callbacks = Callbacks(*parts, own, reporters, catalog.run_folder, catalog.save_checkpoint)
+    checkpointer = catalog.checkpointer_of(state)
+    all_callbacks = Callbacks(*parts, own, reporters, catalog.run_folder, checkpointer)
     with (
         contextlib.closing(all_callbacks) as callbacks,
         # A forked child process must end inside this block, otherwise the child would close the callbacks of its parent
         ending_children(),
     ):
-        _iterate(plan, catalog, execute, state, callbacks, keeps_best=best_in is not None)
+        _iterate(plan, catalog, execute, state, callbacks, best_in)
         if best_in is not None:
             best = catalog.load(NEXT_STATE)
             load_best(best_in, best.learner, best.progress)
@@ -325,17 +327,20 @@ def _iterate(
     execute: Callable[[Node], None],
     state: TrainingState,
     callbacks: Callbacks,
-    *,
-    keeps_best: bool,
+    best_in: Path | None,
 ) -> None:
+    from ppo_rlhf.checkpoints.store import check_best
+
     is_complete = state.progress.finished
     is_resumed = state.progress.iteration > 0 or is_complete
     if not is_complete:
         say(f"Training: {state.progress.total_iterations - state.progress.iteration} iterations.")
     if is_resumed:
         catalog.save(NEXT_STATE, state)
-    control = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=keeps_best)
+    control = _NodesAfterUpdate(plan, catalog, execute, state, callbacks, keeps_best=best_in is not None)
     control.begin(is_resumed=is_resumed)
+    if best_in is not None:
+        check_best(best_in, state.progress)
     if is_complete:
         done = f"{state.progress.iteration} of {state.progress.total_iterations} iterations"
         if state.progress.requests.restore_best:
@@ -357,7 +362,7 @@ def _iterate(
     ):
         control.show = show
         while not state.progress.finished:
-            with control.stoppable(f"before the update of iteration {state.progress.iteration + 1}"):
+            with control.iteration():
                 for node in plan.until_update:
                     execute(node)
             state = catalog.load(NEXT_STATE)
@@ -394,10 +399,7 @@ def _language_models(reward: RewardConfig | None, evaluation: EvaluationConfig |
 
 
 class _NodesAfterUpdate(RunControl):
-    """The control of an iteration of the pipeline: runs the nodes after the update, and stops after a signal.
-
-    The node that updates the policy outputs the checkpoint, so a checkpoint that is due is saved before the control.
-    """
+    """The control of an iteration of the pipeline: runs the nodes after the update, and stops after a signal."""
 
     def __init__(
         self,
@@ -409,18 +411,11 @@ class _NodesAfterUpdate(RunControl):
         *,
         keeps_best: bool,
     ) -> None:
-        super().__init__(state.progress, callbacks, catalog.save_checkpoint, keeps_best=keeps_best)
-        self._state = state
+        super().__init__(state.progress, callbacks, catalog.checkpointer_of(state), keeps_best=keeps_best)
         self._catalog, self._execute = catalog, execute
         # `_iterate` replaces these nodes by `after_update` before the first iteration
         self.nodes = plan.rerun_on_resume
         self._loads_evaluation = _evaluates(plan) and (keeps_best or not callbacks.is_empty)
-
-    def save_start(self) -> None:
-        self._catalog.save(CHECKPOINT, self._state)
-
-    def save_if_due(self) -> bool:
-        return self._catalog.is_checkpoint_saved
 
     def evaluate(self) -> Mapping[str, Any] | None:
         for node in self.nodes:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ppo_rlhf.checkpoints import files, store
-from ppo_rlhf.checkpoints.evaluations import EVALUATIONS, add_evaluation, prune_run
+from ppo_rlhf.checkpoints.evaluations import prune_run
 from ppo_rlhf.checkpoints.files import (
     Checkpoint,
     checkpoint_iterations,
@@ -28,6 +28,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.runtime import whole_files
 from ppo_rlhf.runtime.manifests import MANIFEST, read_json
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, METRICS, metrics_of, read_lines
 from tests.checkpoints.support import assert_same, everything
 from tests.ppo_runs import MEASURED
 
@@ -38,6 +39,10 @@ def trained(make_run):
     run = make_run()
     run.iteration()
     return run
+
+
+def iterations_in(path: Path) -> list[dict[str, float]]:
+    return [line.metrics for line in read_lines(path) if line.kind == ITERATION]
 
 
 @pytest.fixture
@@ -68,8 +73,65 @@ def test_a_checkpoint_gives_back_every_bit_of_the_state(make_run, tmp_path):
     for name in ("optimiser_steps", "skipped_steps", "skipped_in_a_row"):
         assert getattr(fresh.state.learner, name) == getattr(run.state.learner, name)
     assert fresh.state.shaping.kl_controller.kl_coef == 0.0625
-    assert fresh.state.progress.history == run.state.progress.history == read_json(directory / "history.json")
+    assert fresh.state.progress.history == run.state.progress.history == iterations_in(tmp_path / METRICS)
     assert read_json(directory / "state.json")["config"]["seed"] == run.config.seed
+
+
+def test_a_checkpoint_does_not_grow_with_the_run(make_run, tmp_path):
+    sizes = []
+    for iterations in (100, 1000):
+        state = make_run(total_episodes=12_000).state
+        state.progress.history = [
+            {"iteration": float(i), "objective/kl": 0.5, "objective/kl_coef": 0.05} for i in range(1, iterations + 1)
+        ]
+        state.progress.iteration = iterations
+        directory = write_checkpoint(tmp_path / str(iterations), state)
+        sizes.append(sum((directory / name).stat().st_size for name in files_of(directory)))
+        fresh = make_run(total_episodes=12_000).state
+        read_checkpoint(Checkpoint(directory), fresh)
+        assert fresh.progress.history == state.progress.history
+    assert abs(sizes[1] - sizes[0]) < 20  # more digits
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "flipped", "another run's"])
+def test_a_checkpoint_without_the_metrics_up_to_it_is_refused_with_the_name_of_their_file(
+    saved, trained, make_run, damage
+):
+    file = saved.parent / METRICS
+    if damage == "missing":
+        file.unlink()
+    elif damage == "shorter":
+        os.truncate(file, file.stat().st_size - 1)
+    elif damage == "flipped":
+        flip(file)
+    else:
+        other = write_checkpoint(saved.parents[1] / "other", trained.state)
+        file.write_bytes((other.parent / METRICS).read_bytes())
+    run = make_run(model={"seed": 9})
+    before = everything(run.state)
+    with pytest.raises(CheckpointError) as refused:
+        restore(run.state, saved)
+    assert str(refused.value).startswith(f"{file}: ")
+    assert "\n" not in str(refused.value)
+    assert_same(everything(run.state), before)
+
+
+def test_lines_behind_a_checkpoint_do_not_hinder_going_on_from_it(saved, trained, make_run):
+    trained.iteration()
+    metrics_of(saved.parent).catch_up(trained.state.progress.history)
+    (saved.parent / METRICS).open("ab").write(b'{"kind": "iter')  # as a kill leaves it
+    fresh = make_run()
+    restore(fresh.state, saved)
+    assert fresh.state.progress.history == trained.state.progress.history[:1]
+
+
+def test_another_number_of_iterations_than_the_checkpoints_is_refused(make_run, tmp_path):
+    run = make_run()
+    run.iteration()
+    run.state.progress.history = []
+    directory = write_checkpoint(tmp_path, run.state)
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path / METRICS}: has 0 iterations up to .* iteration 1\."):
+        restore(make_run().state, directory)
 
 
 EVERY_STATE = {
@@ -117,7 +179,7 @@ def test_the_directory_holds_safetensors_and_json_that_follow_the_umask(trained,
     finally:
         os.umask(before)
     names = files_of(directory)
-    assert {"state.json", "history.json", "policy/config.json", "policy/model.safetensors"} <= set(names)
+    assert {"state.json", "policy/config.json", "policy/model.safetensors"} <= set(names)
     assert {name.rsplit(".", 1)[-1] for name in names} <= {"safetensors", "json", "jinja"}
     assert {stat.S_IMODE((directory / name).stat().st_mode) for name in names} == {0o640}
 
@@ -302,7 +364,7 @@ UNFIT = {
     "billion": (_state(iteration=1_000_000_000), "iteration=1000000000, but manifest.json is of iteration 1"),
     "negative": (_state(episode=-12), "episode=-12 is no number"),
     "text": (_state(optimiser_steps="4"), "optimiser_steps='4' is no number"),
-    "no history": (lambda directory: (directory / "history.json").write_text("[]"), "history.json has 0 iterations"),
+    "no length": (_state(metrics=None), "has another form"),
     "NaN mean": (_moments(float("nan")), "mean is NaN"),
 }
 
@@ -358,7 +420,7 @@ def test_a_failure_or_a_signal_while_writing_leaves_the_earlier_checkpoint_and_n
     break_at(monkeypatch, stage, error)
     with pytest.raises(CheckpointError if isinstance(error, Exception) else type(error)):
         write_checkpoint(saved.parent, trained.state)
-    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["iteration_000001", METRICS]
     Checkpoint(saved)
 
 
@@ -366,7 +428,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(trained, saved, make_run
     with torch.no_grad():
         trained.state.learner.critic.value_head.bias.fill_(3.5)
     assert write_checkpoint(saved.parent, trained.state) == saved
-    assert [path.name for path in saved.parent.iterdir()] == ["iteration_000001"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["iteration_000001", METRICS]
     fresh = make_run()
     read_checkpoint(Checkpoint(saved), fresh.state)
     assert float(fresh.state.learner.critic.value_head.bias.detach()) == 3.5
@@ -381,9 +443,8 @@ def test_leftovers_of_a_killed_writer_are_swept_and_nothing_else(saved):
         (run / name / "draft" / "policy").mkdir(parents=True)
         (run / name / "lock").touch()
     (run / ".nfs0001").write_text("of a file system")
-    (run / "evaluations.json").write_text("[]")
     whole_files.delete_abandoned_drafts(run)
-    assert sorted(path.name for path in run.iterdir()) == [".nfs0001", "evaluations.json", "iteration_000001"]
+    assert sorted(path.name for path in run.iterdir()) == [".nfs0001", "iteration_000001", METRICS]
     Checkpoint(saved)
 
 
@@ -447,7 +508,7 @@ def run_with(tmp_path, *iterations):
 
 def test_iterations_are_listed_in_order_without_temporaries_and_strangers(tmp_path):
     run_with(tmp_path, 30, 4, 1000000)
-    for name in (".iteration_000040.0123456789abcdef.draft", "evaluations.json"):
+    for name in (".iteration_000040.0123456789abcdef.draft", "completions"):
         (tmp_path / name).mkdir()
     assert checkpoint_iterations(tmp_path) == [4, 30, 1000000]
     assert checkpoint_iterations(tmp_path / "nothing") == []
@@ -459,7 +520,7 @@ def test_only_the_name_that_a_run_writes_is_a_checkpoints(tmp_path, name):
     run_with(tmp_path, 4, 30)
     (tmp_path / name).mkdir()
     assert checkpoint_iterations(tmp_path) == [4, 30]
-    prune_run(tmp_path, PPOConfig(save_total_limit=1), 30)
+    prune_run(tmp_path, PPOConfig(save_total_limit=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["iteration_000030", name])
 
 
@@ -472,11 +533,11 @@ def test_a_checkpoint_that_is_a_link_is_pruned_and_replaced_and_what_it_names_st
     (run / "iteration_000001").symlink_to(disk / "iteration_000001")
     write_checkpoint(run, trained.state)
     Checkpoint(run / "iteration_000001", of_its_run=True)
-    assert [path.name for path in run.iterdir()] == ["iteration_000001"]
+    assert sorted(path.name for path in run.iterdir()) == ["iteration_000001", METRICS]
     assert not (run / "iteration_000001").is_symlink()
     (run / "iteration_000000").symlink_to(disk / "iteration_000001")
-    prune_run(run, PPOConfig(save_total_limit=1), 1)
-    assert [path.name for path in run.iterdir()] == ["iteration_000001"]
+    prune_run(run, PPOConfig(save_total_limit=1))
+    assert sorted(path.name for path in run.iterdir()) == ["iteration_000001", METRICS]
     assert (disk / "iteration_000001" / "policy" / "weights").is_file() == is_there
 
 
@@ -490,28 +551,28 @@ def test_a_checkpoint_on_another_disk_is_read_through_its_link_and_checked(saved
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "newest", "left"),
+    ("keep", "best", "left"),
     [
-        (2, None, 50, [40, 50]),
-        (2, 20, 50, [20, 40, 50]),
-        (1, 10, 50, [10, 50]),
-        (9, 10, 50, [10, 20, 30, 40, 50]),
-        (2, 35, 50, [40, 50]),  # a best that has no checkpoint
-        (1, None, 30, [30, 40, 50]),  # a run that was resumed from 30
+        (2, None, [40, 50]),
+        (2, 20, [20, 40, 50]),
+        (1, 10, [10, 50]),
+        (9, 10, [10, 20, 25, 30, 40, 50]),
+        (2, 35, [40, 50]),  # a best that has no checkpoint
+        (2, 25, [40, 50]),  # a best that only time asked to save
     ],
 )
-def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, newest, left):
-    run_with(tmp_path, 10, 20, 30, 40, 50)
+def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep, best, left):
+    run_with(tmp_path, 10, 20, 25, 30, 40, 50)
     if best is not None:
-        add_evaluation(tmp_path, {"iteration": best, "eval/kl": 0.0, "eval/reward": 1.0})
-    prune_run(tmp_path, PPOConfig(save_total_limit=keep), newest)
+        metrics_of(tmp_path).append(EVALUATION, best, {"iteration": best, "eval/kl": 0.0, "eval/reward": 1.0})
+    prune_run(tmp_path, PPOConfig(save_interval=10, save_total_limit=keep))
     assert checkpoint_iterations(tmp_path) == left
-    assert len([path for path in tmp_path.iterdir() if path.name != EVALUATIONS]) == len(left)
+    assert len([path for path in tmp_path.iterdir() if path.name != METRICS]) == len(left)
 
 
 def test_pruning_keeps_what_a_stop_would_export(tmp_path):
     run_with(tmp_path, 10, 20, 30, 40)
-    prune_run(tmp_path, PPOConfig(save_total_limit=1), 40, 20)
+    prune_run(tmp_path, PPOConfig(save_total_limit=1), 20)
     assert checkpoint_iterations(tmp_path) == [20, 40]
 
 
@@ -523,15 +584,5 @@ def test_a_checkpoint_whose_deletion_is_cut_short_is_not_found_any_more(tmp_path
 
     monkeypatch.setattr(whole_files.shutil, "rmtree", killed)
     with pytest.raises(SystemExit):
-        prune_run(tmp_path, PPOConfig(save_total_limit=1), 20)
+        prune_run(tmp_path, PPOConfig(save_total_limit=1))
     assert checkpoint_iterations(tmp_path) == [20]
-
-
-@pytest.mark.parametrize(
-    ("iteration", "interval", "stopping", "due"),
-    [(1, 2, False, False), (2, 2, False, True), (3, 10, False, True), (1, 2, True, True)],
-)
-def test_a_checkpoint_is_due_at_every_interval_at_the_end_and_on_a_signal(make_run, iteration, interval, stopping, due):
-    state = make_run(save_interval=interval).state  # 3 iterations
-    state.progress.iteration, state.progress.requests.stop = iteration, stopping
-    assert state.progress.checkpoint_due is due

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import mlflow
 import pytest
@@ -22,6 +22,8 @@ from sqlalchemy.exc import OperationalError
 from ppo_rlhf.cli.advise import recorded_run
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.hooks.run_log import RunLog
+from ppo_rlhf.runtime import progress_display
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION
 from ppo_rlhf.runtime.names import EXPORTED
 from tests.advice.support import config, curve, history
 from tests.bare_state import bare_state
@@ -238,15 +240,44 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.hooks.run_log"]
 
 
-def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.LogCaptureFixture):
-    log = RunLog("run", Pipeline([]), DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")}))
-    log._log = SimpleNamespace(log=lambda *_, **__: None)
-    for row in history({"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]}):
-        metrics = {key: value for key, value in row.items() if not key.startswith("eval/")}
-        evaluated = {key: value for key, value in row.items() if key.startswith("eval/") and value == value}
-        state = bare_state(99, int(row["iteration"]))
-        log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
-        log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
+@pytest.fixture
+def log_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., RunLog]]:
+    """Make the log of a run whose MLflow is not there; the points that MLflow would get are `log.sent`."""
+
+    def make(*outputs: str) -> RunLog:
+        node = [Node(lambda: None, None, list(outputs), name="makes")] if outputs else []
+        catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
+        log = RunLog("run", Pipeline(node), catalog, folder=tmp_path / "run")
+        log.sent = []  # type: ignore[attr-defined]
+
+        def send(client: Any, run_id: str, metrics: list[Any], **_: Any) -> None:
+            log.sent.extend((point.key, point.value, point.step) for point in metrics)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr("mlflow.MlflowClient.log_batch", send)
+        return log
+
+    monkeypatch.setattr("ppo_rlhf.hooks.run_log.mlflow.set_tags", lambda tags: None)
+    yield make
+    progress_display.listeners.clear()
+
+
+def write_lines(log: RunLog, rows: list[dict[str, float]]) -> None:
+    """Write iterations and their evaluations to metrics.jsonl, as the checkpointer and the catalog do."""
+    for row in rows:
+        iteration = int(row["iteration"])
+        metrics = {key: float(value) for key, value in row.items() if not key.startswith("eval/")}
+        evaluated = {key: float(x) for key, x in row.items() if key.startswith("eval/") and x == x}
+        log._metrics.append(ITERATION, iteration, metrics)
+        if evaluated:
+            log._metrics.append(EVALUATION, iteration, {"iteration": row["iteration"], **evaluated})
+
+
+def test_training_metrics_and_evaluations_are_judged_together(
+    log_of: Callable[..., RunLog], caplog: pytest.LogCaptureFixture
+):
+    log = log_of()
+    write_lines(log, history({"eval/distinct_2": [0.23, 0.2, 0.15, 0.1]}))
+    assert log.close(is_finished=True)
     with caplog.at_level(logging.INFO):
         log.log_advice("local")
         log.log_advice("demo")
@@ -258,38 +289,38 @@ def test_training_metrics_and_evaluations_are_judged_together(caplog: pytest.Log
     assert len(logged(caplog)) == 4
 
 
-def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics_are_logged():
-    summary = Node(lambda: {}, None, "evaluation_summary", name="compare_policies")
-    log, logged = RunLog("run", Pipeline([summary]), DataCatalog({})), []
-    log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
-    state = bare_state(40, 40)
-    evaluated = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0]}
-    log.node_ran({"next_training_state": state}, {"evaluation_metrics": evaluated})
-    assert [entry for entry in logged if entry[0]] == [({"eval/since_best_p": 0.5}, 40)]
+def test_of_an_evaluation_that_is_made_again_on_all_prompts_only_its_own_metrics_are_logged(
+    log_of: Callable[..., RunLog],
+):
+    log = log_of("evaluation_summary")
+    row = {"iteration": 40.0, "eval/kl": 1.0, "eval/since_best_p": 0.5, "scores": [1.0, 2.0], "is_last": True}
+    log._metrics.append(EVALUATION, 40, row)
+    assert log.close(is_finished=True)
+    assert log.sent == [("eval/since_best_p", 0.5, 40)]  # type: ignore[attr-defined]
 
 
 def test_a_stopped_run_keeps_its_last_evaluation_and_logs_that_of_the_exported_policy_one_step_later(
-    monkeypatch: pytest.MonkeyPatch,
+    log_of: Callable[..., RunLog],
 ):
-    monkeypatch.setattr("ppo_rlhf.hooks.run_log.mlflow.set_tags", lambda tags: None)
-    evaluation = Node(lambda: ({}, {}), None, ["ppo_policy", "evaluation_summary"], name="evaluate")
-    log, logged = RunLog("run", Pipeline([evaluation]), DataCatalog({})), []
-    log._log = SimpleNamespace(log=lambda values, step, **_: logged.append((dict(values), step)))
+    log = log_of("ppo_policy", "evaluation_summary")
     state = bare_state(40, 40)
-    log.node_ran({"next_training_state": state}, {"evaluation_metrics": {"eval/kl": 9.0, EXPORTED: 20.0}})
+    log._metrics.append(EVALUATION, 40, {"iteration": 40.0, "eval/kl": 9.0, EXPORTED: 20.0, "is_last": True})
     state.progress.loaded_iteration = 20
     log.node_ran({"next_training_state": state}, {})
     log.node_ran({}, {"evaluation_summary": {"eval/kl": 1.0, "eval/win_rate": 0.9, "verdict": "better"}})
-    assert [(values["eval/kl"], step) for values, step in logged if "eval/kl" in values] == [(9.0, 40), (1.0, 41)]
+    assert log.close(is_finished=True)
+    sent: list[tuple[str, float, int]] = log.sent  # type: ignore[attr-defined]
+    assert [(value, step) for key, value, step in sent if key == "eval/kl"] == [(9.0, 40), (1.0, 41)]
 
 
-def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged_too(caplog: pytest.LogCaptureFixture):
-    catalog = DataCatalog({"params:ppo": MemoryDataset(config(), copy_mode="assign")})
-    log = RunLog("run", Pipeline([]), catalog, is_resumed=True)
-    log._log = SimpleNamespace(log=lambda *_, **__: None)
-    state = bare_state(99, 40)
-    state.progress.history = history(FAR)
-    log.node_ran({}, {"training_state": state})
+def test_of_a_run_that_went_on_from_a_checkpoint_the_curves_before_it_are_judged_too(
+    log_of: Callable[..., RunLog], caplog: pytest.LogCaptureFixture
+):
+    rows = history(FAR)
+    write_lines(first := log_of(), rows[:20])
+    assert first.close(is_finished=False)
+    write_lines(log := log_of(), rows[20:])
+    assert log.close(is_finished=True)
     with caplog.at_level(logging.INFO):
         log.log_advice()
     assert logged(caplog)[1].startswith(EXPECTED)

@@ -12,15 +12,15 @@ import pytest
 from kedro.io import DataCatalog, DatasetError
 from kedro.pipeline import Node, Pipeline
 
-from ppo_rlhf.checkpoints.evaluations import RANKED_BY, add_evaluation, read_evaluations
 from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, project_error
 from ppo_rlhf.datasets import checkpoints
 from ppo_rlhf.datasets.checkpoints import CheckpointDataset, EvaluationLogDataset, run_directory
 from ppo_rlhf.datasets.run_catalog import RunCatalog
-from ppo_rlhf.ppo.stop_requests import RunRequests
+from ppo_rlhf.ppo.checkpointer import Checkpointer
 from ppo_rlhf.ppo.training_state import TrainingState
+from ppo_rlhf.runtime.metrics_file import EVALUATION, METRICS, _metrics_of, metrics_of
 from tests.bare_state import bare_state
 
 
@@ -45,35 +45,28 @@ def written(monkeypatch):
     return iterations
 
 
-def after(iteration: int, *, stopping: bool = False, timed: tuple[int, ...] = (), **settings) -> TrainingState:
+def after(iteration: int, **settings) -> TrainingState:
     """The state after an iteration."""
-    state = bare_state(60, iteration, **{"save_interval": 10, "save_total_limit": 2, **settings})
-    state.progress.requests = RunRequests(stop=stopping, save_by_time=iteration in timed)
-    return state
+    return bare_state(60, iteration, **{"save_interval": 10, "save_total_limit": 2, **settings})
 
 
 def evaluation(iteration: int, score: float, kl: float = 1.0) -> dict[str, float]:
     return {"iteration": float(iteration), "eval/kl": kl, "eval/reward": -score, "eval/judge_score": score}
 
 
-def saved_through(tmp_path, evaluations: dict[int, dict[str, float]], **settings) -> list[int]:
+def saved_through(
+    tmp_path, evaluations: dict[int, dict[str, float]], timed: tuple[int, ...] = (), **settings
+) -> list[int]:
     """Run 60 iterations as the pipeline does: the checkpoint of an iteration is saved before its evaluation."""
     checkpoint, log = CheckpointDataset(str(tmp_path)), EvaluationLogDataset(str(tmp_path))
+    state = after(0, **settings)
+    checkpointer = Checkpointer(state.progress, tmp_path / "run", lambda: checkpoint.save(state))
+    checkpointer._is_due_by_time = lambda: state.progress.iteration in timed  # type: ignore[method-assign]
     for iteration in range(1, 61):
-        state = after(iteration, **settings)
-        if state.progress.checkpoint_due:
-            checkpoint.save(state)
+        state.progress.iteration = iteration
+        checkpointer.iteration_ended()
         log.save(evaluations.get(iteration, {}))
     return checkpoint_iterations(tmp_path / "run")
-
-
-def test_a_run_that_went_back_replaces_later_checkpoints_only_when_it_gets_there(tmp_path):
-    for iteration in (10, 30, 40):
-        (tmp_path / "run" / f"iteration_{iteration:06d}").mkdir(parents=True)
-    CheckpointDataset(str(tmp_path)).save(after(20))
-    assert checkpoint_iterations(tmp_path / "run") == [10, 20, 30, 40]
-    CheckpointDataset(str(tmp_path)).save(after(60))
-    assert checkpoint_iterations(tmp_path / "run") == [40, 60]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +101,9 @@ def test_a_checkpoint_by_time_counts_among_the_newest(tmp_path, written):
         ({10: 0.1, 20: 0.9, 30: 0.3, 40: 0.2, 50: 0.4}, {}, [20, 50, 60]),
         ({10: 0.2, 20: 0.9, 30: 0.1}, {"kl_alarm": 30.0}, [10, 50, 60]),  # the KL of iteration 20 is too high
         ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1}, [20, 60]),  # iteration 15 has no checkpoint
+        ({15: 0.9, 20: 0.2, 30: 0.1}, {"save_total_limit": 1, "timed": (15,)}, [20, 60]),  # the clock asked for 15's
     ],
-    ids=["newest", "best", "drifted", "not saved"],
+    ids=["newest", "best", "drifted", "not saved", "by time"],
 )
 def test_the_newest_and_the_best_evaluated_checkpoints_are_kept(tmp_path, scores, settings, kept):
     rows = {
@@ -168,7 +162,7 @@ def test_evaluations_are_appended_and_read_back_oldest_first(tmp_path):
     assert found[0] == rows[0]
     assert math.isnan(found[1].pop(error))
     assert found[1] == evaluation(20, 0.2)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["evaluations.json"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [METRICS]
 
 
 @pytest.mark.parametrize("active", [None, SimpleNamespace(info=SimpleNamespace(run_id="of the notebook"))])
@@ -179,8 +173,7 @@ def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch, active):
     monkeypatch.setattr("mlflow.active_run", lambda: active)
     assert EvaluationLogDataset(str(tmp_path / "run")).load() == log.load() == [evaluation(10, 0.1)]
     assert log.exists()
-    (tmp_path / "other").mkdir()
-    add_evaluation(tmp_path / "other", evaluation(20, 0.2))
+    metrics_of(tmp_path / "other").append(EVALUATION, 20, evaluation(20, 0.2))
     assert not EvaluationLogDataset(str(tmp_path)).exists()  # the description of a third run asks before it is active
     with pytest.raises(DatasetError, match="give the directory of one: other, run"):
         log.load()
@@ -190,37 +183,33 @@ def test_a_notebook_reads_the_run_that_it_names(tmp_path, monkeypatch, active):
 def test_a_run_reads_no_evaluations_of_other_runs(tmp_path, monkeypatch):
     """An untracked run has no directory before its first checkpoint, and read the evaluations of the only other run."""
     monkeypatch.setattr("mlflow.active_run", lambda: None)
-    (tmp_path / "other").mkdir()
-    add_evaluation(tmp_path / "other", evaluation(20, 0.2))
+    metrics_of(tmp_path / "other").append(EVALUATION, 20, evaluation(20, 0.2))
     pipeline = Pipeline([Node(lambda rows: rows, "evaluation_metrics", "rows", name="n")])
     catalog = RunCatalog(DataCatalog({"evaluation_metrics": EvaluationLogDataset(str(tmp_path))}), pipeline)
     assert catalog.load("evaluation_metrics") == []
-
-
-@pytest.mark.parametrize("content", ["{}", "3", "[1]", "[{}]", '[{"iteration": 1}]', "[" * 100_000])
-def test_a_log_of_evaluations_that_holds_something_else_is_damaged(tmp_path, content):
-    (tmp_path / "evaluations.json").write_text(content)
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_evaluations(tmp_path, RANKED_BY)
 
 
 def test_a_damaged_log_of_evaluations_is_named_and_left_as_it_is_and_no_checkpoint_is_deleted(tmp_path):
     """If a damaged file counted as empty, the best checkpoint would be pruned like any other."""
     rows = {10: evaluation(10, 0.9), 20: evaluation(20, 0.1)}
     saved = saved_through(tmp_path, rows)
-    damaged = tmp_path / "run" / "evaluations.json"
-    damaged.write_bytes(damaged.read_bytes()[:50])
+    damaged = tmp_path / "run" / METRICS
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole.replace(b'"eval/judge_score": 0.9', b'"eval/judge_score": 0.8'))
+    assert damaged.read_bytes() != whole
+    found = damaged.read_bytes()
     for attempt in (
         lambda: EvaluationLogDataset(str(tmp_path)).load(),
         lambda: EvaluationLogDataset(str(tmp_path)).save(evaluation(70, 0.5)),
         lambda: CheckpointDataset(str(tmp_path)).save(after(70)),
     ):
+        _metrics_of.cache_clear()  # as in a process that goes on
         with pytest.raises(DatasetError) as caught:
             attempt()
         error = project_error(caught.value)
         assert isinstance(error, CheckpointError)
-        assert str(error).startswith(f"{damaged}: damaged (")
-    assert len(damaged.read_bytes()) == 50
+        assert str(error).startswith(f"{damaged}: damaged behind byte 0 (")
+    assert damaged.read_bytes() == found
     assert checkpoint_iterations(tmp_path / "run") == [*saved, 70]
 
 
@@ -241,13 +230,15 @@ def test_a_failure_while_logging_an_evaluation_leaves_the_earlier_ones(tmp_path,
     log = EvaluationLogDataset(str(tmp_path))
     log.save(evaluation(10, 0.1))
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(DatasetError):
         log.save(evaluation(20, 0.2))
-    assert log.load() == [evaluation(10, 0.1)]
+    monkeypatch.undo()
+    _metrics_of.cache_clear()
+    assert EvaluationLogDataset(str(tmp_path / "run")).load() == [evaluation(10, 0.1)]
 
 
 @pytest.mark.parametrize("name", ["CheckpointDataset", "EvaluationLogDataset"])

@@ -20,7 +20,6 @@ from kedro.io import DataCatalog, MemoryDataset
 from kedro.pipeline import Pipeline
 from transformers import GenerationConfig, PreTrainedModel
 
-from ppo_rlhf.checkpoints.evaluations import add_evaluation
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.datasets import PretrainedModelDataset
@@ -33,6 +32,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.origins import Origin, from_json
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.trained_model import TrainedModel
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, METRICS, _metrics_of, metrics_of
 from tests.bare_state import bare_state
 from tests.own_code import save_with_own_code
 from tests.ppo_runs import tensors_equal
@@ -73,7 +73,7 @@ def test_a_policys_own_code_runs_just_where_the_catalog_trusts_it(
     experiment = mlflow.create_experiment("test", artifact_location=str(tmp_path / "artifacts"))
     monkeypatch.setattr(model_log, "best_checkpoint", lambda *_: (request.getfixturevalue(best), 3))
     policy = PretrainedModelDataset(str(own_model), trust_remote_code=is_trusted)
-    catalog = DataCatalog({"ppo_policy": policy, "params:ppo": MemoryDataset(PPOConfig())})
+    catalog = DataCatalog({"ppo_policy": policy, "params:ppo": MemoryDataset(PPOConfig(save_interval=1))})
     with mlflow.start_run(experiment_id=experiment) as run:
         log = RunLog(run.info.run_id, Pipeline([]), catalog)
         if not is_trusted:
@@ -105,9 +105,9 @@ def test_an_exported_critic_is_logged_as_it_is_and_none_where_none_is_written(st
     catalog = DataCatalog({"ppo_critic": dataset, "params:ppo": MemoryDataset(PPOConfig())})
     names = []
     with mlflow.start_run() as run:
-        log = RunLog(run.info.run_id, Pipeline([]), catalog)
-        state, metrics = bare_state(99, 3), {"val/explained_variance": 0.25}
-        log.node_ran({}, {"next_training_state": state, "ppo_metrics": metrics})
+        log = RunLog(run.info.run_id, Pipeline([]), catalog, folder=tmp_path / "run")
+        metrics_of(tmp_path / "run").append(ITERATION, 3, {"iteration": 3.0, "val/explained_variance": 0.25})
+        log.node_ran({}, {"next_training_state": bare_state(99, 3)})
         made_from = (Origin("model", "start model", "org/base", "b45e", on_hub=True),)
         model = CausalLMRewardModel.from_causal_lm(tiny_model())
         for critic in ({}, TrainedModel(model, word_tokenizer(), made_from=made_from)):
@@ -355,15 +355,20 @@ def test_a_damaged_best_checkpoint_is_said_in_one_line_and_the_finished_run_stay
     """A flipped bit arrived in MLflow in silence; a file that was cut off ended the run in a traceback."""
     policy = PretrainedModelDataset(save(tmp_path / "policy", tiny_model(), word_tokenizer()))
     checkpoints = CheckpointDataset(str(tmp_path / "checkpoints"))
-    entries = {"ppo_policy": policy, "checkpoint": checkpoints, "params:ppo": MemoryDataset(PPOConfig())}
+    entries = {"ppo_policy": policy, "checkpoint": checkpoints, "params:ppo": MemoryDataset(PPOConfig(save_interval=1))}
     with mlflow.start_run() as run:
         folder = tmp_path / "checkpoints" / run.info.run_id
         weights = save_checkpoint(folder, 2) / "policy" / "model.safetensors"
-        add_evaluation(folder, {"iteration": 2.0, "eval/reward": 1.0, "eval/kl": 0.0})
-        whole, evaluations = weights.read_bytes(), folder / "evaluations.json"
+        metrics_of(folder).append(EVALUATION, 2, {"iteration": 2.0, "eval/reward": 1.0, "eval/kl": 0.0})
+        whole, evaluations = weights.read_bytes(), folder / METRICS
         log = RunLog(run.info.run_id, Pipeline([]), DataCatalog(entries))
         log.node_ran({}, {"next_training_state": bare_state(99, 3), "ppo_metrics": {}})
-        damages = (flip, lambda file: os.truncate(file, 500), Path.unlink, lambda _: flip(evaluations))
+
+        def change_the_evaluation(_: Path) -> None:
+            evaluations.write_bytes(evaluations.read_bytes().replace(b'"eval/reward": 1.0', b'"eval/reward": 3.0'))
+            _metrics_of.cache_clear()  # as in a process that goes on
+
+        damages = (flip, lambda file: os.truncate(file, 500), Path.unlink, change_the_evaluation)
         for damage, named in zip(damages, (weights, weights, weights, evaluations), strict=True):
             damage(weights)
             caplog.clear()
@@ -382,16 +387,21 @@ def test_the_best_checkpoint_is_the_best_evaluated_one_that_is_still_there(
 ):
     monkeypatch.setattr(model_log, "run_directory", lambda root: root / "run")
     dataset = CheckpointDataset(str(tmp_path))
-    assert model_log.best_checkpoint(dataset, kl_alarm=20.0) is None
-    assert model_log.best_checkpoint(None, kl_alarm=20.0) is None
+    config = PPOConfig(save_interval=10)
+    assert model_log.best_checkpoint(dataset, config, 45) is None
+    assert model_log.best_checkpoint(None, config, 45) is None
     rows = [  # the first was pruned, the third drifted too far
         {"iteration": 10.0, "eval/judge_score": 0.9, "eval/reward": 0.0, "eval/kl": 1.0},
         {"iteration": 20.0, "eval/judge_score": 0.6, "eval/reward": 0.0, "eval/kl": 2.0},
         {"iteration": 30.0, "eval/judge_score": 0.8, "eval/reward": 0.0, "eval/kl": 30.0},
         {"iteration": 40.0, "eval/judge_score": 0.5, "eval/reward": 0.0, "eval/kl": 3.0},
+        {"iteration": 45.0, "eval/judge_score": 0.7, "eval/reward": 0.0, "eval/kl": 3.0},
+        {"iteration": 47.0, "eval/judge_score": 0.9, "eval/reward": 0.0, "eval/kl": 3.0},  # a signal's checkpoint
     ]
-    for iteration in (20, 30, 40):
+    for iteration in (20, 30, 40, 45, 47):
         save_checkpoint(tmp_path / "run", iteration)
     for row in rows:
-        add_evaluation(tmp_path / "run", row)
-    assert model_log.best_checkpoint(dataset, kl_alarm=20.0) == (tmp_path / "run" / "iteration_000020" / "policy", 20)
+        metrics_of(tmp_path / "run").append(EVALUATION, int(row["iteration"]), row)
+    for last, best in ((50, 20), (45, 45)):
+        policy = tmp_path / "run" / f"iteration_{best:06d}" / "policy"
+        assert model_log.best_checkpoint(dataset, config, last) == (policy, best)

@@ -27,14 +27,14 @@ from click.testing import Result
 from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
-from mlflow.entities import LoggedModel, LoggedModelStatus, Param, Run, RunData, RunInfo, RunTag
+from mlflow.entities import LoggedModel, LoggedModelStatus, Run, RunData, RunInfo
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeCheckpointDataset
 from ppo_rlhf.hooks import TrackingHook
-from ppo_rlhf.hooks.resume import Resumption, as_last_resumed, differences, find_named, find_resumption
+from ppo_rlhf.hooks.resume import Resumption, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipeline_registry import register_pipelines
@@ -44,17 +44,11 @@ from tests.integration.processes import kedro_run
 from tests.tiny_models import save, tiny_model
 
 ENTRY = """
-resume_checkpoint:
-  type: ppo_rlhf.datasets.ResumeCheckpointDataset
-  filepath: data/06_models/ppo_checkpoints
-  resume: ${runtime_params:resume, null}
-evaluation_metrics:
-  type: ppo_rlhf.datasets.EvaluationLogDataset
-  filepath: data/06_models/ppo_checkpoints
 evaluation_summary: # a resumed run skips nodes that give nothing but data in memory
   type: json.JSONDataset
   filepath: data/08_reporting/evaluation_summary.json
 """
+STATE = '{"metrics": {"bytes": 0, "sha256": ""}}'
 MAKES_STATE = Node(lambda checkpoint: checkpoint, "resume_checkpoint", "training_state", name="make_state")
 ITERATES = Node(lambda state: state, "training_state", "next_training_state", name="iterate", tags=ITERATION_TAG)
 HOLD_LOCK = """
@@ -67,9 +61,9 @@ time.sleep(60)
 
 
 def checkpoint(root: Path, run_id: str, iteration: int) -> Path:
-    """Put a whole checkpoint without a state on the disk."""
+    """Put a whole checkpoint without models on the disk."""
     target = root / run_id / checkpoint_name(iteration)
-    write_directory(target, iteration, lambda directory: (directory / "state.json").write_text("{}"))
+    write_directory(target, iteration, lambda directory: (directory / "state.json").write_text(STATE))
     return target
 
 
@@ -107,7 +101,7 @@ class Toy:
         (new,) = {run.info.run_id for run in self.runs()} - before
         return new
 
-    def left(self, start_time: int | None = None, **tags: str) -> str:
+    def left(self, start_time: int | None = None, params: dict[str, Any] | None = None, **tags: str) -> str:
         """Make an MLflow run as a killed one leaves it, without running anything; return its id."""
         found = self.client.get_experiment_by_name("ppo_rlhf")
         experiment = found.experiment_id if found else self.client.create_experiment("ppo_rlhf")
@@ -119,6 +113,7 @@ class Toy:
         tags = {"pipeline": "align", "environment": "local", **data, **tags}
         run = self.client.create_run(experiment, start_time=start_time, tags=tags)
         (self.root / run.info.run_id).mkdir(parents=True)
+        RunDescription(params or {}, tags).write(self.root / run.info.run_id)
         return str(run.info.run_id)
 
     def killed_at(self, place: str, *params: str) -> None:
@@ -264,7 +259,7 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert {name: run.data.tags.get(name) for name in kept} == {name: left.data.tags.get(name) for name in kept}
     assert run.info.run_name == left.info.run_name
     assert not {"error", "last_checkpoint"} & run.data.tags.keys()  # they belong to the interruption
-    table = mlflow.load_table("samples_from_1.json", run_ids=[run_id])
+    table = mlflow.load_table("samples.json", run_ids=[run_id])
     assert table["iteration"].tolist() == [1, 1, 1, 3, 3, 3]
 
 
@@ -295,10 +290,10 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     meant = toy.left()
     toy.left(pipeline="__default__")
     toy.left(environment="other")
-    (toy.root / toy.left()).rmdir()  # of another machine
-    (toy.root / toy.left(host="elsewhere", project_path=str(toy.project))).rmdir()
+    shutil.rmtree(toy.root / toy.left())  # of another machine
+    shutil.rmtree(toy.root / toy.left(host="elsewhere", project_path=str(toy.project)))
     # From another container with this host name and path, on another disk, where the run begins just now
-    (toy.root / toy.left(host=platform.node(), project_path=str(toy.project))).rmdir()
+    shutil.rmtree(toy.root / toy.left(host=platform.node(), project_path=str(toy.project)))
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")
@@ -311,12 +306,10 @@ def test_latest_takes_the_newest_run_with_these_settings_and_names_those_that_it
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
     meant = toy.left()
-    other = toy.left()
-    toy.client.log_param(other, "ppo.kl_coef", 0.5)
+    other = toy.left(params={"ppo.kl_coef": 0.5})
     whole = checkpoint(toy.root, other, 1)
     finished = toy.run()  # a newer finished run must not hide these runs
-    empty = toy.left()
-    toy.client.log_param(empty, "ppo.kl_coef", 0.5)
+    empty = toy.left(params={"ppo.kl_coef": 0.5})
     with caplog.at_level(logging.INFO):
         toy.run("resume=latest")
     assert toy.get(meant).info.status == "FINISHED"
@@ -461,14 +454,14 @@ def test_what_a_changed_function_made_before_ppo_is_made_anew_with_all_that_depe
 ):
     outputs = tmp_path / "outputs.json"
     outputs.write_text(json.dumps({name: {"path": name} for name in OUTPUTS}))
-    this = now({"reward_modelling.labeller": "my_labels:score", "reward.components": '[{"function": "my_rewards:f"}]'})
+    this = now({"reward_modelling.labeller": "my_labels:score", "reward.components": [{"function": "my_rewards:f"}]})
     this.tags.update(read)
     changes = {f"data.{changed}.fingerprint": ("a", "b")} if changed else {"total_episodes": ("24", "32")}
     with (tmp_path / "run.lock").open("ab") as lock:
-        beginnings = Resumption(earlier({}), None, lock, changes).make_anew(this, register_pipelines()["__default__"])
+        stages = Resumption(RUN, earlier({}), None, lock, changes).make_anew(this, register_pipelines()["__default__"])
     assert set(json.loads(outputs.read_text())) == left
-    assert ("reward_model/" in beginnings) is ("reward_model" not in left)
-    assert "sft/" not in beginnings
+    assert ("reward_model" in stages) is ("reward_model" not in left)
+    assert "sft" not in stages
 
 
 @pytest.mark.slow
@@ -494,76 +487,77 @@ def test_what_may_change_becomes_a_tag_and_a_longer_run_is_not_bit_identical(
     assert not leftover.exists()
 
 
-def earlier(params: dict[str, str], **tags: str) -> Run:
-    everything = {"pipeline": "align", "environment": "local", **tags}
-    data = RunData(
-        params=[Param(*pair) for pair in params.items()], tags=[RunTag(*pair) for pair in everything.items()]
-    )
-    return Run(RunInfo("a", "1", "user", "RUNNING", 0, None, "active", "uri"), data)
+RUN = Run(RunInfo("a", "1", "user", "RUNNING", 0, None, "active", "uri"), RunData())
 
 
-def now(params: dict[str, str], **tags: str) -> RunDescription:
+def earlier(params: dict[str, Any], **tags: str) -> RunDescription:
+    return now(params, **tags)
+
+
+def now(params: dict[str, Any], **tags: str) -> RunDescription:
     return RunDescription(params, {"pipeline": "align", "environment": "local", **tags})
 
 
 @pytest.mark.parametrize(
     ("before", "after", "refused", "changed"),
     [
-        ({"ppo.gamma": "1.0"}, {"ppo.gamma": "0.9"}, "ppo.gamma", ""),
-        ({"ppo.gamma": "1.0"}, {"ppo.lam": "1.0"}, "ppo.gamma", ""),
-        ({"ppo.total_episodes": "24"}, {"ppo.total_episodes": "32"}, "", "total_episodes"),
+        ({"ppo.gamma": 1.0}, {"ppo.gamma": 0.9}, "ppo.gamma", ""),
+        ({"ppo.gamma": 1.0}, {"ppo.gamma": 1}, "", ""),  # one number
+        ({"ppo.gamma": 1.0}, {"ppo.lam": 1.0}, "ppo.gamma", ""),
+        ({"ppo.total_episodes": 24}, {"ppo.total_episodes": 32}, "", "total_episodes"),
         (
-            {"ppo.local_rollout_forward_batch_size": "64"},
-            {"ppo.local_rollout_forward_batch_size": "None"},
+            {"ppo.local_rollout_forward_batch_size": 64},
+            {"ppo.local_rollout_forward_batch_size": None},
             "",
             "local_rollout_forward_batch_size",
         ),
         ({"sft.device": "cpu"}, {"sft.device": "cuda"}, "sft.device", ""),
-        ({"reporting.points": "100"}, {"reporting.points": "50"}, "", "reporting.points"),
-        ({"sft.epochs": "1"}, {"ppo.lam": "1.0"}, "", ""),  # a group that this run does not read
-        ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "", ""),  # cut off by MLflow
+        ({"sft.text": "None"}, {"sft.text": None}, "sft.text", ""),  # the same text in MLflow
+        ({"reporting.points": 100}, {"reporting.points": 50}, "", "reporting.points"),
+        ({"sft.epochs": 1}, {"ppo.lam": 1.0}, "", ""),  # a group that this run does not read
+        ({"ppo.long": "x" * 6000}, {"ppo.long": "x" * 7000}, "ppo.long", ""),  # MLflow cuts both to the same text
         (
-            {"reward.components": '[{"function": "a:b", "weight": 1.0}]'},
-            {"reward.components": '[{"function": "a:b", "weight": 2.0}]'},
+            {"reward.components": [{"function": "a:b", "weight": 1.0}]},
+            {"reward.components": [{"function": "a:b", "weight": 2.0}]},
             "reward.components",
             "",
         ),
         (
-            {"reward.components": '[{"llm": {"model": "m", "base_url": "u", "unparsable": "error"}, "weight": 1.0}]'},
-            {"reward.components": '[{"llm": {"model": "m", "base_url": "v", "unparsable": 1.0}, "weight": 1.0}]'},
+            {"reward.components": [{"llm": {"model": "m", "base_url": "u", "unparsable": "error"}, "weight": 1.0}]},
+            {"reward.components": [{"llm": {"model": "m", "base_url": "v", "unparsable": 1.0}, "weight": 1.0}]},
             "",
             "reward.components",
         ),
         (
-            {"reward.components": '[{"llm": {"model": "m", "base_url": "u"}, "weight": 1.0}]'},
-            {"reward.components": '[{"llm": {"model": "m", "base_url": "v"}, "weight": 2.0}]'},
+            {"reward.components": [{"llm": {"model": "m", "base_url": "u"}, "weight": 1.0}]},
+            {"reward.components": [{"llm": {"model": "m", "base_url": "v"}, "weight": 2.0}]},
             "reward.components",
             "",
         ),
         ({"evaluation.judge": "a:b"}, {"evaluation.judge": "a:c"}, "evaluation.judge", ""),
-        ({"evaluation.judge": "a:b"}, {"evaluation.judge": '{"model": "m", "base_url": "u"}'}, "evaluation.judge", ""),
+        ({"evaluation.judge": "a:b"}, {"evaluation.judge": {"model": "m", "base_url": "u"}}, "evaluation.judge", ""),
         (
-            {"evaluation.judge": '{"model": "m", "base_url": "u"}'},
-            {"evaluation.judge": '{"model": "n", "base_url": "u"}'},
+            {"evaluation.judge": {"model": "m", "base_url": "u"}},
+            {"evaluation.judge": {"model": "n", "base_url": "u"}},
             "",
             "evaluation.judge",
         ),
     ],
 )
-def test_each_setting_is_refused_or_a_change(before: dict[str, str], after: dict[str, str], refused: str, changed: str):
+def test_each_setting_is_refused_or_a_change(before: dict[str, Any], after: dict[str, Any], refused: str, changed: str):
     found, changes = differences(now(after), earlier(before))
     assert [line.split(" ")[0] for line in found] == ([refused] if refused else [])
     assert list(changes) == ([changed] if changed else [])
 
 
 def test_the_batch_may_be_divided_otherwise_and_another_batch_is_refused_before_anything_is_written():
-    def sizes(micro: int, accumulation: int) -> dict[str, str]:
-        return {"ppo.per_device_train_batch_size": f"{micro}", "ppo.gradient_accumulation_steps": f"{accumulation}"}
+    def sizes(micro: int, accumulation: int) -> dict[str, Any]:
+        return {"ppo.per_device_train_batch_size": micro, "ppo.gradient_accumulation_steps": accumulation}
 
     before = earlier(sizes(8, 4), **{"launch.processes": "1"})
     refused, changes = differences(now(sizes(8, 2), **{"launch.processes": "2"}), before)
     assert not refused
-    assert changes == {"gradient_accumulation_steps": ("4", "2"), "launch.processes": ("1", "2")}
+    assert changes == {"gradient_accumulation_steps": (4, 2), "launch.processes": ("1", "2")}
     refused, _ = differences(now(sizes(4, 4), **{"launch.processes": "1"}), before)
     assert refused == [
         "the rollout batch, per_device_train_batch_size x gradient_accumulation_steps x processes (32 before, 16 now)"
@@ -572,9 +566,9 @@ def test_the_batch_may_be_divided_otherwise_and_another_batch_is_refused_before_
 
 
 def test_a_run_that_compares_its_evaluations_keeps_judge_and_reward():
-    params = {"reward.components": '[{"function": "mine:reward"}]', "evaluation.judge": "other:judge"}
+    params: dict[str, Any] = {"reward.components": [{"function": "mine:reward"}], "evaluation.judge": "other:judge"}
     old, new = ({f"data.{name}.fingerprint": value for name in ("mine", "other", "rates")} for value in ("a", "b"))
-    params["evaluation.rates"] = '{"r": "rates:r"}'
+    params["evaluation.rates"] = {"r": "rates:r"}
     for action, refused in (("off", []), ("stop", ["data.mine", "data.other"])):
         given = params | {"evaluation.on_exploitation": action}
         found, changes = differences(now(given, **new), earlier(given, **old))
@@ -601,8 +595,8 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
 
 def test_a_callback_that_is_left_out_takes_its_file_with_it():
     before = earlier({"ppo.callbacks": "mine:Stop"}, **{"data.mine.fingerprint": "a", "data.prompts.fingerprint": "b"})
-    refused, changes = differences(now({"ppo.callbacks": "None"}), before)
-    assert changes == {"callbacks": ("mine:Stop", "None"), "data.mine.fingerprint": ("a", "none")}
+    refused, changes = differences(now({"ppo.callbacks": None}), before)
+    assert changes == {"callbacks": ("mine:Stop", None), "data.mine.fingerprint": ("a", "none")}
     (refusal,) = refused
     assert refusal.startswith("the data prompts ")
 
@@ -613,7 +607,7 @@ def test_a_precision_that_the_machine_chose_stays_the_runs_and_one_line_says_so(
     assert differences(this, before) == ([], {})
     assert differences(now({"ppo.dtype": "float32"}), before)[0] == ["ppo.dtype (bfloat16 before, float32 now)"]
     with caplog.at_level(logging.INFO):
-        Resumption(before, None, io.BytesIO()).say(Path("/project"), this)
+        Resumption(RUN, before, None, io.BytesIO()).say(Path("/project"), this)
     (line,) = [record.getMessage() for record in caplog.records if "dtype" in record.getMessage()]
     assert re.match(r"ppo\.dtype=auto: .* bfloat16.* float32\.$", line)
 
@@ -629,8 +623,8 @@ def test_a_resume_with_vllm_is_not_bit_identical_and_vllm_may_be_elsewhere():
     assert "bit_identical" not in tags_of(earlier({"ppo.rollout_engine": "static"}), {})
 
 
-def tags_of(run: Run, changes: dict[str, tuple[str, str]]) -> dict[str, str]:
-    return Resumption(run, None, io.BytesIO(), changes).tags(Path("/project"))
+def tags_of(before: RunDescription, changes: dict[str, tuple[Any, Any]]) -> dict[str, str]:
+    return Resumption(RUN, before, None, io.BytesIO(), changes).tags(Path("/project"))
 
 
 def test_models_that_the_run_does_not_use_are_not_compared(tmp_path: Path):
@@ -680,21 +674,46 @@ def test_the_precision_is_known_before_params_are_logged_and_is_the_one_that_the
     assert catalog.load("params:ppo") == PPOConfig(dtype="bfloat16")
 
 
-def test_a_setting_is_compared_with_the_value_of_the_last_resume():
-    before = earlier({"ppo.total_episodes": "24"}, **tags_of(earlier({}), {"total_episodes": ("24", "40")}))
-    assert as_last_resumed(before.data.tags) == {"ppo.total_episodes": "40"}
-    assert differences(now({"ppo.total_episodes": "40"}), before) == ([], {})
-    assert differences(now({"ppo.total_episodes": "24"}), before)[1] == {"total_episodes": ("40", "24")}
-    assert tags_of(before, {"save_interval": ("1", "2")}) == {"resume.checkpoint": "none", "resume.save_interval": "2"}
+def test_a_setting_is_compared_with_the_value_of_the_last_resume(toy: Toy):
+    """MLflow keeps the first value as a param, and the last one as a tag."""
+    run_id = toy.interrupted()
+    for episodes in (32, 40):
+        toy.monkeypatch.setenv("TOY_FAIL_AT", "2")
+        toy.kedro(f"ppo.total_episodes={episodes}", f"resume={run_id}")
+        toy.monkeypatch.delenv("TOY_FAIL_AT")
+        assert RunDescription.read(toy.root / run_id).params["ppo.total_episodes"] == episodes
+    data = toy.get(run_id).data
+    assert (data.params["ppo.total_episodes"], data.tags["resume.total_episodes"]) == ("24", "40")
 
 
-def test_a_changed_language_model_is_compared_with_that_of_the_last_resume_and_is_not_bit_identical():
-    first, second = ('{"model": "%s", "base_url": "u"}' % name for name in "mn")  # noqa: UP031
+def test_settings_of_a_run_are_read_back_with_their_types_and_damage_is_named(tmp_path: Path):
+    params = {"ppo.kl_coef": 0.05, "ppo.seed": 1, "ppo.dtype": "auto", "ppo.callbacks": None, "reward.components": [{}]}
+    now(params, seed="1").write(tmp_path)
+    found = RunDescription.read(tmp_path)
+    assert (found.params, found.tags["seed"]) == (params, "1")
+    for damage in ("{", "[]", "{}", '{"params": 3, "tags": {}}'):
+        (tmp_path / "settings.json").write_text(damage)
+        with pytest.raises(CheckpointError, match=rf"^{tmp_path / 'settings.json'}: ") as caught:
+            RunDescription.read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_its_settings_is_refused_by_name_and_skipped_by_latest(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+):
+    run_id = toy.left()
+    (toy.root / run_id / "settings.json").unlink()
+    assert error(toy.kedro(f"resume={run_id}")).startswith(str(toy.root / run_id / "settings.json"))
+    with caplog.at_level(logging.INFO):
+        assert toy.run("resume=latest").info.run_id != run_id
+    assert any(re.match(f"resume=latest: MLflow run {run_id} is skipped: ", line) for line in caplog.messages)
+
+
+def test_a_changed_language_model_is_a_tag_and_not_bit_identical():
+    first, second = ({"model": name, "base_url": "u"} for name in "mn")
     tags = tags_of(earlier({}), {"evaluation.judge": (first, second)})
     assert tags["bit_identical"] == "false"
-    before = earlier({"evaluation.judge": first}, **tags)
-    assert differences(now({"evaluation.judge": second}), before) == ([], {})
-    assert differences(now({"evaluation.judge": first}), before)[1] == {"evaluation.judge": (second, first)}
+    assert json.loads(tags["resume.evaluation.judge"]) == second
 
 
 # --- by name

@@ -37,7 +37,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import PPORLHFError
 from ppo_rlhf.hooks import model_log, run_log, tracking_store
 from ppo_rlhf.hooks import tracking as mlflow_hook
-from ppo_rlhf.hooks.run_description import _git_tags, flattened, pipeline_names, verdict_of
+from ppo_rlhf.hooks.run_description import RunDescription, _git_tags, flattened, pipeline_names, verdict_of
 from ppo_rlhf.hooks.tracking_store import place_in_project
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import LoopSession
@@ -189,6 +189,7 @@ def test_the_exported_policy_is_a_model_that_generates_with_its_metrics_linked(t
         "episode": 24.0,
         "eval/win_rate": 0.75,
         "eval/reward_sft": -1.0,
+        "eval/reward_se": 0.125,
         "at_a_glance/win_rate": 0.75,
     }
     assert {m.step for m in model.metrics} == {3}
@@ -317,6 +318,25 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
     assert run.info.status == "FAILED"
     assert run.data.tags["error"] == "ZeroDivisionError: the update went wrong"
     assert run.data.metrics["objective/scores"] == 0.25
+
+
+def test_a_project_without_entries_for_checkpoints_has_its_metrics_and_samples_in_mlflow(
+    kedro: Kedro, toy_project: Path
+):
+    names = ("checkpoint", "resume_checkpoint", "evaluation_metrics", "completions")
+    entries = "".join(f"{name}: {{type: kedro.io.MemoryDataset, copy_mode: assign}}\n" for name in names)
+    (toy_project / "conf" / "local" / "catalog.yml").write_text(entries)
+    result = kedro(toy_project, "run", "--pipelines", "align")
+    assert result.exit_code == 0, result.output
+    run = last_run(toy_project)
+    client = mlflow.MlflowClient()
+    found = {
+        key: [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)]
+        for key in ("objective/scores", "eval/win_rate")
+    }
+    assert found == {"objective/scores": [(1, 0.25), (2, 0.5), (3, 0.75)], "eval/win_rate": [(2, 0.5), (3, 0.75)]}
+    table = mlflow.load_table("samples.json", run_ids=[run.info.run_id])
+    assert table["iteration"].tolist() == [1, 1, 1, 3, 3, 3]
 
 
 def test_the_command_is_a_tag_as_it_was_typed(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
@@ -607,19 +627,15 @@ def test_system_metrics_are_a_setting_of_mlflow_yml(kedro: Kedro, toy_project: P
     assert any(key.startswith("system/") for key in last_run(toy_project).data.metrics)
 
 
-def test_lists_and_groups_become_json_and_single_values_keep_their_name():
-    assert flattened("plain", {"a": 1, "b": [1, 2], "c": {"d": None}}) == {
-        "plain.a": "1",
-        "plain.b": "[1, 2]",
-        "plain.c": '{"d": null}',
-    }
-    assert flattened("number", 3) == {"number": "3"}
-    assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == {
-        "reward.components": '[{"type": "model", "weight": 1.0, "path": null, "function": null, "llm": null, '
-        '"name": null}]',
-        "reward.combine": "sum",
-        "reward.normalise": "total",
-    }
+def test_params_are_values_as_json_has_them_and_texts_in_mlflow():
+    """Lists and mappings become JSON there, and single values keep their name."""
+    found = flattened("plain", {"a": 1, "b": [1, 2], "c": {"d": None}})
+    assert found == {"plain.a": 1, "plain.b": [1, 2], "plain.c": {"d": None}}
+    assert RunDescription(found, {}).texts == {"plain.a": "1", "plain.b": "[1, 2]", "plain.c": '{"d": null}'}
+    assert flattened("number", 3) == {"number": 3}
+    model = {"type": "model", "weight": 1.0, "path": None, "function": None, "llm": None, "name": None}
+    reward = {"reward.components": [model], "reward.combine": "sum", "reward.normalise": "total"}
+    assert flattened("reward", RewardConfig(components=[{"type": "model"}])) == reward
 
 
 def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
@@ -677,7 +693,7 @@ def test_a_full_disk_while_a_run_fails_does_not_hide_why_it_failed(
     assert isinstance(result.exception, ZeroDivisionError)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any(line.endswith("run ended: (sqlite3.IntegrityError) database or disk is full") for line in said)
-    (lost,) = [line for line in said if " 3 metrics " in line]
+    (lost,) = [line for line in said if "MLflow lacks 1 lines of metrics.jsonl, from iteration 1 on" in line]
     assert "(sqlite3.IntegrityError) database or disk is full" in lost
     assert not any(record.exc_info for record in caplog.records if record.name.startswith("mlflow"))
 

@@ -15,6 +15,7 @@ from kedro.config import OmegaConfigLoader
 from kedro.io import DataCatalog
 
 from ppo_rlhf.pipeline_registry import register_pipelines
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, read_lines
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.contracts import checkers
 from tests.integration.outcomes import Run
@@ -121,16 +122,21 @@ def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chai
         <= kept
         <= newest
         | {
-            "evaluations.json",
             "outputs.json",
             "iteration_000001",
             "run.lock",
             "completions",
-            "reported.json",
+            "callbacks.sent.json",
+            "settings.json",
+            "metrics.jsonl",
+            "mlflow.sent.json",
+            "token_view",
             "tensorboard",
         }
     )
-    assert [row["iteration"] for row in json.loads((chain.folder / "evaluations.json").read_text())] == [2, 3]
+    lines = [(line.kind, line.step) for line in read_lines(chain.folder / "metrics.jsonl")]
+    assert [step for kind, step in lines if kind == ITERATION] == [1, 2, 3]
+    assert [step for kind, step in lines if kind == EVALUATION] == [2, 3]
 
 
 @pytest.mark.slow

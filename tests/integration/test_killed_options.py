@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.evaluation.exploitation import EXPLOITS
 from ppo_rlhf.runtime.names import EXPORTED
 from tests.integration.outcomes import Run
@@ -100,7 +101,7 @@ def test_a_stop_at_exploitation_that_was_killed_at_each_step_exports_the_policy_
         "evaluation.judge=own:some_stops,evaluation.on_exploitation=stop"
     )
     whole, project = run(make(**reward), params), make(**reward)
-    rows = {int(row["iteration"]): row for row in json.loads((whole.folder / "evaluations.json").read_text())}
+    rows = {int(row["iteration"]): row for row in read_evaluations(whole.folder)}
     end = max(rows)
     best = int(rows[end][EXPORTED])
     assert (1 < best < end, end < 12, rows[end][EXPLOITS]) == (True, True, 1.0)

@@ -56,7 +56,7 @@ def test_the_scripts_run_and_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert has_learnt(names["history"])
     for name, tensor in names["trainer"].policy.state_dict().items():
         assert torch.equal(tensor, names["again"].policy.state_dict()[name]), name
-    kept = ["completions", "iteration_000005", "iteration_000010", "run.lock"]
+    kept = ["completions", "iteration_000005", "iteration_000010", "metrics.jsonl", "run.lock"]
     assert sorted(path.name for path in Path("great-run").iterdir()) == kept
     assert AutoModelForCausalLM.from_pretrained("great-policy").config.vocab_size == 14
 

@@ -7,7 +7,8 @@ import pytest
 
 from ppo_rlhf.advice import advise
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.ppo.kl_alarms import kl_alarms
+from ppo_rlhf.ppo.kl_alarms import KLAlarms
+from ppo_rlhf.ppo.progress import Progress
 
 
 def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]]:
@@ -16,9 +17,13 @@ def rows(curve: list[float], coefficient: float = 0.05) -> list[dict[str, float]
 
 def lines(curve: list[float], **settings) -> dict[int, list[str]]:
     """Return the alarm lines by iteration, counted from 1; iterations without a line are left out."""
-    config, history = PPOConfig(**settings), rows(curve)
-    actual = {iteration: kl_alarms(config, history[:iteration]) for iteration in range(1, len(curve) + 1)}
-    return {iteration: said for iteration, said in actual.items() if said}
+    return said(PPOConfig(**settings), rows(curve))
+
+
+def said(config: PPOConfig, history: list[dict[str, float]]) -> dict[int, list[str]]:
+    alarms = KLAlarms(config)
+    actual = {iteration: alarms.after(row) for iteration, row in enumerate(history, start=1)}
+    return {iteration: lines for iteration, lines in actual.items() if lines}
 
 
 def test_a_usual_curve_raises_nothing():
@@ -50,7 +55,8 @@ def test_with_the_adaptive_controller_its_target_or_if_that_is_low_enough_its_st
     assert line.endswith("Halve ppo.kl_horizon (now 10000).")
     [line] = lines([16.0], kl_controller="adaptive", kl_target=15.0)[1]
     assert line.endswith("Lower ppo.kl_target by about a factor of 1.6 (now 15).")
-    [line] = kl_alarms(PPOConfig(kl_controller="adaptive", kl_target=6.0), rows([30.0], coefficient=0.2))
+    config = PPOConfig(kl_controller="adaptive", kl_target=6.0)
+    [line] = KLAlarms(config).after(rows([30.0], coefficient=0.2)[0])
     assert line.endswith("Raise ppo.kl_coef by about a factor of 4 (now 0.05).")
 
 
@@ -68,7 +74,7 @@ def test_with_the_adaptive_controller_its_target_or_if_that_is_low_enough_its_st
 def test_an_alarm_names_the_change_that_the_advice_names_for_the_same_kl(settings, kl):
     config, history = PPOConfig(**settings), rows([kl] * 3, settings.get("kl_coef", 0.05))
     [advice] = advise(config, history)
-    [line] = kl_alarms(config, history[:1])
+    [line] = KLAlarms(config).after(history[0])
     assert advice.rule.name == f"kl_{'alarm' if kl > 20 else 'warning'}"
     assert advice.change is not None
     assert line.endswith(f" {advice.change}")
@@ -115,15 +121,14 @@ def test_a_run_logs_its_alarms_as_warnings(make_run, caplog):
 
 
 def alarmed(batch: int, kl: float, iterations: int = 300, runs: int = 40) -> float:
-    """Share of runs with an alarm, at any of every tenth iteration, if only noise moves the KL.
+    """Share of runs with an alarm, at any iteration, if only noise moves the KL.
 
     The log-ratio of a response is normal with mean KL and variance 2 KL, as between two normal distributions.
     """
     config, rng, alarms = PPOConfig(per_device_train_batch_size=batch), np.random.default_rng(0), 0
     for _ in range(runs):
         curve = rng.normal(kl, np.sqrt(2.0 * kl), size=(iterations, batch)).mean(axis=1)
-        history = rows(curve.tolist())
-        alarms += any(kl_alarms(config, history[:end]) for end in range(10, iterations + 1, 10))
+        alarms += bool(said(config, rows(curve.tolist())))
     return alarms / runs
 
 
@@ -136,7 +141,21 @@ def test_noise_of_a_small_batch_is_no_alarm(batch: int):
 def test_a_kl_that_is_negative_or_collapses_is_an_alarm_in_a_small_batch_too():
     config, rng = PPOConfig(per_device_train_batch_size=1), np.random.default_rng(0)
     negative = rows(rng.normal(-0.5, 0.5, size=100).tolist())
-    assert ["KL negative" in line for line in kl_alarms(config, negative[:80])] == [True]
+    assert ["KL negative" in line for line in said(config, negative)[80]] == [True]
     collapsing = rows([*rng.normal(2.0, 1.0, size=160), *rng.normal(0.02, 0.2, size=120)])
-    said = [line for end in range(len(collapsing)) for line in kl_alarms(config, collapsing[:end])]
-    assert ["KL collapsed" in line for line in said] == [True]
+    assert ["KL collapsed" in line for lines in said(config, collapsing).values() for line in lines] == [True]
+
+
+def test_a_run_that_goes_on_from_any_checkpoint_says_what_an_undisturbed_one_says_and_nothing_twice(caplog):
+    curve = [14.0, 16.0, 17.0, *[4.0] * 10, *[0.0] * 25, *[-0.3] * 12, 30.0]
+    history = [{"iteration": float(number), **row} for number, row in enumerate(rows(curve), start=1)]
+    expected = said(PPOConfig(), history)
+    assert len(expected) >= 4
+    for begun in range(len(curve) + 1):
+        progress = Progress(PPOConfig(), iteration=begun)
+        progress.restore_history(history[:begun])
+        caplog.clear()
+        for row in history[begun:]:
+            progress.complete({name: value for name, value in row.items() if name != "iteration"})
+        assert caplog.messages == [line for number, lines in expected.items() if number > begun for line in lines]
+        assert progress.history == history

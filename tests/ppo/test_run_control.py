@@ -6,14 +6,14 @@ import logging
 import re
 import signal
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.ppo import stop_requests
+from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.run_control import RunControl
-from ppo_rlhf.ppo.stop_requests import RunRequests
 from ppo_rlhf.runtime import processes, signals
 from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
@@ -26,10 +26,9 @@ class Noting(RunControl):
     def __init__(self, *, is_due: bool = False, asks_at: str = "", **settings: Any) -> None:
         self.happened: list[str] = []
         self.is_due, self.asks_at = is_due, asks_at
-        state: Any = SimpleNamespace(
-            iteration=3, total_iterations=9, finished=False, requests=RunRequests(), config=PPOConfig(**settings)
-        )
-        super().__init__(state, Told(self), lambda: self.note("save"))  # type: ignore[arg-type]
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
+        state = Progress(PPOConfig(total_episodes=36, **sizes, **settings), iteration=3)
+        super().__init__(state, Told(self), Saver(self))  # type: ignore[arg-type]
         self.show = lambda iteration, metrics: self.note(f"show {iteration} {metrics}")
 
     def note(self, what: str) -> None:
@@ -37,27 +36,46 @@ class Noting(RunControl):
         if self.asks_at and what.startswith(self.asks_at):
             self.progress.requests.signum = signal.SIGINT
 
-    def save_if_due(self) -> bool:
-        if self.is_due:
-            self.save()
-        return self.is_due
-
     def evaluate(self) -> Mapping[str, Any] | None:
         self.note("evaluate")
         return ROW
+
+
+class Saver:
+    """A checkpointer that only records its calls."""
+
+    has_folder = True
+
+    def __init__(self, control: Noting) -> None:
+        self._control, self.is_saved, self.left = control, True, None
+
+    def iteration_ended(self) -> None:
+        self.is_saved = False
+        if self._control.is_due:
+            self.save()
+
+    def save(self) -> None:
+        self.is_saved = True
+        self._control.note("save")
+
+    def save_if_new(self) -> None:
+        if not self.is_saved:
+            self.save()
+
+    def update_left(self) -> float | None:
+        return self.left
 
 
 class Told:
     """Callbacks that only record their calls."""
 
     def __init__(self, control: Noting) -> None:
-        self._note, self.is_saved = control.note, True
+        self._note = control.note
 
     def begin(self) -> None:
         self._note("begin")
 
-    def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
-        self.is_saved = is_saved
+    def iteration_ended(self, metrics: Mapping[str, float]) -> None:
         self._note(f"told {metrics}")
 
     def evaluated(self, row: Mapping[str, Any] | None) -> None:
@@ -120,13 +138,13 @@ def test_a_run_whose_time_is_over_stops_before_the_evaluation_unless_it_is_finis
     (line,) = caplog.messages
     assert re.search(r"ppo\.max_time=1e-09 .*iteration 3 ", line)
     finished = Noting(max_time=1e-9)
-    finished.progress.finished = True  # type: ignore[misc]
+    finished.progress.requests.end = True
     finished.after_iteration(METRICS)
     assert finished.happened == [SHOWN, ENDED, "evaluate", EVALUATED]
 
 
 def test_a_process_stops_by_the_signal_that_another_one_got(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(processes, "from_all", lambda own: [own, (signal.SIGHUP, ""), (signal.SIGINT, "")])
+    monkeypatch.setattr(stop_requests, "from_all", lambda own: [own, (signal.SIGHUP, ""), (signal.SIGINT, "")])
     control = Noting()
     with pytest.raises(TerminationSignal) as stopped:
         control.after_iteration(METRICS)
@@ -136,7 +154,7 @@ def test_a_process_stops_by_the_signal_that_another_one_got(monkeypatch: pytest.
 
 def in_update(left: float | None, **settings: Any) -> Noting:
     control = Noting(**settings)
-    control.progress.updating, control.progress.update_left = True, lambda: left  # type: ignore[misc]
+    control.progress.updating, control.checkpointer.left = True, left  # type: ignore[attr-defined]
     return control
 
 
@@ -201,6 +219,6 @@ def test_a_resumed_run_makes_up_for_the_evaluation_and_a_finished_one_does_not_b
     is_resumed: bool, is_finished: bool, happened: list[str]
 ):
     control = Noting()
-    control.progress.finished = is_finished  # type: ignore[misc]
+    control.progress.requests.end = is_finished
     control.begin(is_resumed=is_resumed)
     assert control.happened == happened

@@ -2,22 +2,23 @@
 
 import json
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.ppo import loop, update
-from ppo_rlhf.ppo.checkpoint_schedule import CheckpointSchedule
+from ppo_rlhf.ppo.checkpointer import Checkpointer
 from ppo_rlhf.ppo.epoch_batches import EpochBatches
 from ppo_rlhf.ppo.progress import Clock
 from ppo_rlhf.ppo.run_setup import build_critic, sampling_settings
 from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate
+from tests.bare_state import bare_state
 from tests.checkpoints.support import assert_same, everything
 
 # --- a fresh state ---------------------------------------------------------------------------------------------------
@@ -76,61 +77,95 @@ class FakeClock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr("ppo_rlhf.ppo.progress.time.perf_counter", lambda: self.now)
+        for module in ("progress", "checkpointer"):
+            monkeypatch.setattr(f"ppo_rlhf.ppo.{module}.time.perf_counter", lambda: self.now)
 
 
-def saved_at(now: FakeClock, minutes: float | None, seconds: float, writes: float = 0.0, iterations: int = 100):
+def saved_at(
+    tmp_path: Path, now: FakeClock, minutes: float | None, seconds: float, writes: float = 0.0, iterations: int = 100
+) -> list[int]:
     """Return the iterations, of so many seconds each, that time asks to save; a checkpoint takes `writes` seconds."""
-    clock, schedule, saved = Clock(), CheckpointSchedule(), []
-    for iteration in range(1, iterations + 1):
-        clock.restart()
+    state, saved = bare_state(1000, save_interval_minutes=minutes), []
+
+    def write() -> None:
+        saved.append(state.progress.iteration)
+        now.now += writes
+
+    checkpointer = Checkpointer(state.progress, tmp_path, write)
+    for _ in range(iterations):
+        state.progress.clock.restart()
         now.now += seconds
-        if schedule.is_due_by_time(minutes, iteration, clock.started):
-            saved.append(iteration)
-            with schedule.saving():
-                now.now += writes
+        state.progress.iteration += 1
+        checkpointer.iteration_ended()
     return saved
 
 
-def test_time_asks_for_a_checkpoint_every_ten_minutes_and_after_a_first_iteration_of_more_than_one(monkeypatch):
+def test_time_asks_for_a_checkpoint_every_ten_minutes_and_after_a_first_iteration_of_more_than_one(
+    monkeypatch, tmp_path
+):
     now = FakeClock(monkeypatch)
-    assert saved_at(now, 10.0, seconds=60.0, iterations=35) == [10, 20, 30]
-    assert saved_at(now, 10.0, seconds=61.0, iterations=25) == [1, 11, 21]  # 10 iterations are 610 s
-    assert saved_at(now, 10.0, seconds=700.0, iterations=3) == [1, 2, 3]
-    assert saved_at(now, 0.5, seconds=7.0, iterations=12) == [5, 10]
-    assert saved_at(now, None, seconds=700.0, iterations=3) == []
+    assert saved_at(tmp_path, now, 10.0, seconds=60.0, iterations=35) == [10, 20, 30]
+    assert saved_at(tmp_path, now, 10.0, seconds=61.0, iterations=25) == [1, 11, 21]  # 10 iterations are 610 s
+    assert saved_at(tmp_path, now, 10.0, seconds=700.0, iterations=3) == [1, 2, 3]
+    assert saved_at(tmp_path, now, 0.5, seconds=7.0, iterations=12) == [5, 10]
+    assert saved_at(tmp_path, now, None, seconds=700.0, iterations=3) == []
 
 
-def test_checkpoints_by_time_take_at_most_a_twentieth_of_the_time(monkeypatch):
+def test_checkpoints_by_time_take_at_most_a_twentieth_of_the_time(monkeypatch, tmp_path):
     """A checkpoint of 190 s waits 3610 s for the next, 37 iterations of 100 s: 190 of 3890 s are 4.9 %."""
     now = FakeClock(monkeypatch)
-    assert saved_at(now, 10.0, seconds=100.0, writes=190.0) == [1, 38, 75]
+    assert saved_at(tmp_path, now, 10.0, seconds=100.0, writes=190.0) == [1, 38, 75]
 
 
-def test_a_written_checkpoint_begins_the_time_anew_and_the_main_process_decides(make_run, monkeypatch, tmp_path):
-    now, state = FakeClock(monkeypatch), make_run(save_interval=100, total_episodes=1200).state
-    scores = SimpleNamespace(total=torch.zeros(12), measured=[])
+def test_a_checkpoint_begins_the_time_anew_and_the_clock_of_the_main_process_decides(monkeypatch, tmp_path):
+    now, state, saved = FakeClock(monkeypatch), bare_state(100), []
+    checkpointer = Checkpointer(state.progress, tmp_path, lambda: saved.append(state.progress.iteration))
 
-    def due_after(seconds: float) -> bool:
+    def is_saved_after(seconds: float) -> bool:
         now.now += seconds
-        state.advance(scores, {"objective/kl": 0.0, "objective/kl_coef": 0.05})
-        return state.progress.checkpoint_due
+        state.progress.iteration += 1
+        checkpointer.iteration_ended()
+        assert checkpointer.is_saved == (state.progress.iteration in saved)
+        return checkpointer.is_saved
 
-    assert [due_after(59.0), due_after(540.0), due_after(1.0), due_after(1.0)] == [False, False, True, True]
-    write_checkpoint(tmp_path, state)
-    assert [due_after(599.0), due_after(1.0)] == [False, True]
+    assert [is_saved_after(seconds) for seconds in (59.0, 540.0, 1.0, 1.0)] == [False, False, True, False]
+    checkpointer.save()
+    assert [is_saved_after(seconds) for seconds in (599.0, 1.0)] == [False, True]
     for decides in (True, False):
-        monkeypatch.setattr(
-            "ppo_rlhf.ppo.stop_requests.from_all", lambda own, d=decides: [(own[0], d), (own[0], not d)]
-        )
-        assert due_after(0.0) is decides
+        monkeypatch.setattr("ppo_rlhf.ppo.checkpointer.from_main", lambda own, d=decides: d)
+        assert is_saved_after(0.0) is decides
+
+
+@pytest.mark.parametrize(
+    ("iteration", "interval", "signum", "saved"),
+    [(1, 2, None, False), (2, 2, None, True), (3, 10, None, True), (1, 2, signal.SIGTERM, True)],
+)
+def test_an_iteration_is_saved_at_every_interval_at_the_end_and_on_a_signal(
+    tmp_path, iteration, interval, signum, saved
+):
+    progress = bare_state(3, iteration - 1, save_interval=interval).progress
+    checkpointer = Checkpointer(progress, tmp_path, lambda: None)
+    assert checkpointer.is_saved  # what a run begins with needs no checkpoint
+    progress.iteration, progress.requests.signum = iteration, signum
+    checkpointer.iteration_ended()
+    assert checkpointer.is_saved is saved
+    checkpointer.save_if_new()
+    assert checkpointer.is_saved
+
+
+def test_without_a_folder_nothing_is_written(tmp_path):
+    progress = bare_state(3).progress
+    checkpointer = Checkpointer(progress, None, lambda: pytest.fail("there is no folder"))
+    progress.iteration = 3
+    checkpointer.iteration_ended()
+    assert not checkpointer.is_saved
 
 
 def test_processes_stop_together_before_an_update_if_one_of_them_was_asked_to(make_run, monkeypatch):
     run = make_run()
     experience = run.before_update()[-1]
     before = everything(run.state)
-    monkeypatch.setattr("ppo_rlhf.ppo.stop_requests.from_all", lambda own: [own, signal.SIGINT])
+    monkeypatch.setattr("ppo_rlhf.ppo.stop_requests.from_all", lambda own: [own, (signal.SIGINT, "")])
     for stage in (
         run.rollouts,
         lambda: loop.score_responses(experience.rollouts, run.scorer, run.state.sampler, run.state.progress),

@@ -25,7 +25,8 @@ from ppo_rlhf.checkpoints.files import checkpoint_iterations
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, RewardError, TrainingError
 from ppo_rlhf.ppo import callbacks
-from ppo_rlhf.ppo.callbacks import Callbacks, own_callbacks, reporting_callbacks
+from ppo_rlhf.ppo.callbacks import SENT, Callbacks, own_callbacks, reporting_callbacks
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, read_lines
 from ppo_rlhf.runtime.signals import RunInterruptedError
 from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.training import PPOTrainer
@@ -355,6 +356,10 @@ def test_in_a_loop_of_ones_own_callbacks_are_refused():
         trainer.step([], [], [])
 
 
+SAVED: Any = SimpleNamespace(is_saved=True, has_folder=True, save=lambda: None)
+"""Stands for a checkpointer that has saved the iteration."""
+
+
 def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     state = trainer_of().state
     of_this = Callbacks(
@@ -364,15 +369,15 @@ def test_the_main_processs_flags_and_any_processs_error_count_in_all(monkeypatch
         [Recorder(("step", 0), "should_training_stop")],
         [],
         tmp_path,
-        lambda: None,
+        SAVED,
     )
     none = vars(TrainerControl())
     monkeypatch.setattr(callbacks, "from_all", lambda own: [(none, None), own])  # the main process sets no flag
-    of_this.iteration_ended({}, is_saved=True)
+    of_this.iteration_ended({})
     assert not state.progress.requests.end
     monkeypatch.setattr(callbacks, "from_all", lambda own: [own, (none, "The callback of process 1 failed")])
     with pytest.raises(TrainingError, match="process 1"):
-        of_this.iteration_ended({}, is_saved=True)
+        of_this.iteration_ended({})
 
 
 def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_complete_has_none(tmp_path: Path):
@@ -383,8 +388,8 @@ def test_a_run_that_a_callback_ends_before_its_first_iteration_or_that_is_comple
     seen.events.clear()
     whole.train(output_dir=tmp_path)
     assert seen.events == []
-    failing_again = trainer_of(Recorder(("begin", 2), ValueError("x")), total_episodes=16)
-    failing_again.load_checkpoint(tmp_path / "iteration_000002")
+    failing_again = trainer_of(Recorder(("begin", 3), ValueError("x")), total_episodes=16)
+    failing_again.load_checkpoint(tmp_path / "iteration_000003")
     with pytest.raises(TrainingError, match=r"on_train_begin.*ValueError: x"):
         failing_again.train(output_dir=tmp_path)
 
@@ -427,7 +432,6 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     ):  # saved after the exception; a killed process would not have these
         shutil.rmtree(newer)
     assert checkpoint_iterations(tmp_path) == [2]
-    (tmp_path / "reported.json").unlink()  # a killed process may not have written it yet
     second = trainer_of(**settings)
     second.train(resume_from_checkpoint=True, output_dir=tmp_path)
     actual = scalars(tmp_path / "tensorboard")
@@ -444,7 +448,6 @@ def test_tensorboard_has_every_number_once_if_the_kill_came_before_the_first_che
     trainer_of(**settings).train(output_dir=tmp_path)
     for checkpoint in tmp_path.glob("iteration_*"):  # as if the process had been killed before it saved one
         shutil.rmtree(checkpoint)
-    (tmp_path / "reported.json").unlink()
     trainer_of(**settings).train(output_dir=tmp_path)
     assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1, 2, 3]
 
@@ -456,12 +459,12 @@ def test_wandb_runs_offline_in_one_run_that_a_resumed_one_continues(tmp_path: Pa
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
     trainer_of(report_to="wandb", total_episodes=8).train(output_dir=run)
-    first = json.loads((run / "reported.json").read_text())
-    assert first["metrics"] == 2
+    first = json.loads((run / SENT).read_text())
+    assert first["iteration"] == 2
     trainer_of(report_to="wandb", total_episodes=12).train(resume_from_checkpoint=True, output_dir=run)
-    second = json.loads((run / "reported.json").read_text())
+    second = json.loads((run / SENT).read_text())
     assert second["wandb"] == first["wandb"]
-    assert second["metrics"] == 3
+    assert second["iteration"] == 3
     folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{first['wandb']}"))
     assert folders
     import wandb
@@ -485,7 +488,7 @@ class WandbCallback(Reporter):
 
 
 def killed_after_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Reporter) -> None:
-    """Train four of five iterations, then leave the folder as after a kill: with the first `reported.json`."""
+    """Train four of five iterations, then leave the folder as after a kill."""
 
     class KillAt4(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -507,16 +510,40 @@ def resumed_at_four(folder: Path, monkeypatch: pytest.MonkeyPatch, reporter: Rep
     return trainer
 
 
-def test_after_a_kill_an_integration_gets_all_metrics_since_the_last_end_in_order(tmp_path: Path, monkeypatch):
-    """After a kill some steps are reported twice. The user's callbacks get no iteration twice."""
-    killed_after_four(tmp_path, monkeypatch, Reporter())
-    assert not (tmp_path / "reported.json").exists()
-    reporter, own = Reporter(), Recorder()
-    trainer = resumed_at_four(tmp_path, monkeypatch, reporter, own)
-    every = [(step, trainer.history[step - 1]["objective/kl"], False) for step in (1, 2, 3, 4, 5)]
-    assert [each for each in reporter.got if not each[2]] == every
+@pytest.mark.parametrize("known", [2, 4])
+def test_after_a_kill_an_integration_gets_in_order_what_it_is_not_known_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int
+):
+    """A kill between a report and the note of it repeats that report. The user's callbacks get no iteration twice."""
+    first, second, own = Reporter(), Reporter(), Recorder()
+    killed_after_four(tmp_path, monkeypatch, first)
+    assert json.loads((tmp_path / SENT).read_text()) == {"iteration": 4, "evaluation": 4}
+    (tmp_path / SENT).write_text(json.dumps({"iteration": known, "evaluation": known}))
+    trainer = resumed_at_four(tmp_path, monkeypatch, second, own)
+    metrics = [(step, trainer.history[step - 1]["objective/kl"], False) for step in range(1, 6)]
+    rows = [(int(row["iteration"]), row["eval/reward"], True) for row in trainer.held_out.rows]  # type: ignore
+    every = sorted([*metrics, *rows], key=lambda each: (each[0], each[2]))
+    assert [each for each in first.got if each[0] <= known] + second.got == every
     assert [step for event, step in own.events if event == "step"] == [5]
-    assert json.loads((tmp_path / "reported.json").read_text())["metrics"] == 5
+    assert json.loads((tmp_path / SENT).read_text()) == {"iteration": 5, "evaluation": 5}
+
+
+def test_an_evaluation_that_was_saved_with_its_iteration_is_in_the_record_once_when_the_run_goes_on(tmp_path: Path):
+    class SaveAt2(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            control.should_save = state.global_step == 2
+
+        def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    settings = {"save_interval": 100, "total_episodes": 12, "eval_interval": 1}
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(SaveAt2(), **settings).train(output_dir=tmp_path)
+    assert checkpoint_iterations(tmp_path) == [2]
+    trainer_of(**settings).train(resume_from_checkpoint=True, output_dir=tmp_path)
+    lines = [(line.kind, line.step) for line in read_lines(tmp_path / "metrics.jsonl")]
+    assert lines == [(kind, step) for step in (1, 2, 3) for kind in (ITERATION, EVALUATION)]
 
 
 def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -550,21 +577,20 @@ def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     state = trainer_of().state
-    closing = Callbacks(state.learner, state.sampler, state.progress, [], [Reporter()], tmp_path / "gone", lambda: None)
+    closing = Callbacks(state.learner, state.sampler, state.progress, [], [Reporter()], tmp_path, SAVED)
     closing._own_run = Unfinished()
-    (tmp_path / "gone").write_text("")  # a file, in which nothing can be written, as on a full disk
     with pytest.raises(TerminationSignal), contextlib.closing(closing):
         raise TerminationSignal(15)
     messages = [record.getMessage() for record in caplog.records if record.name == "ppo_rlhf.ppo.callbacks"]
-    assert re.match(r"reported\.json: .*File exists", messages[0])
-    assert re.match(r"W&B's run abc .*: no answer$", messages[1])
+    (message,) = messages
+    assert re.match(r"W&B's run abc .*: no answer$", message)
 
 
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):
     failing_at_2 = trainer_of(Recorder(("step", 2), ValueError("x")), report_to="tensorboard")
     with pytest.raises(TrainingError, match=r"on_step_end.*ValueError: x"):
         failing_at_2.train(output_dir=tmp_path)
-    assert json.loads((tmp_path / "reported.json").read_text()) == {"metrics": 1}
+    assert json.loads((tmp_path / SENT).read_text()) == {"iteration": 1}
     assert list(scalars(tmp_path / "tensorboard")["train/objective/kl"]) == [1]
 
 

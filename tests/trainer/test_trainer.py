@@ -740,7 +740,12 @@ def test_warnings_are_given_when_the_trainer_is_made_and_not_again_at_the_end(sf
 
 def test_only_the_main_process_warns_logs_and_writes(sft: str, tmp_path: Path, caplog, monkeypatch):
     places = ("trainer", "bookkeeping", "output_folder", "query_sampler")
-    for place in (*(f"trainer.{name}" for name in places), "checkpoints.restore", "runtime.progress_display"):
+    for place in (
+        *(f"trainer.{name}" for name in places),
+        "checkpoints.restore",
+        "ppo.checkpointer",
+        "runtime.progress_display",
+    ):
         monkeypatch.setattr(f"ppo_rlhf.{place}.is_main_process", lambda: False)
     for place in ("output_folder", "trainer"):  # locks and looks for checkpoints, and writes a policy
         monkeypatch.setattr(f"ppo_rlhf.trainer.{place}.on_main", lambda work: [])
@@ -759,6 +764,9 @@ def test_all_processes_resume_from_the_main_processs_checkpoint(sft: str, tmp_pa
     settings = config(save_interval=1, save_total_limit=3)
     trainer_of(sft, settings).train(output_dir=tmp_path)
     monkeypatch.setattr("ppo_rlhf.trainer.output_folder.on_main", lambda _: str(tmp_path / "iteration_000002"))
+    monkeypatch.setattr(
+        "ppo_rlhf.trainer.trainer.on_main", lambda work: None
+    )  # the main process has claimed the folder
     trainer = trainer_of(sft, settings)
     monkeypatch.setattr("ppo_rlhf.trainer.trainer.loop.train", lambda *_: None)
     trainer.train(resume_from_checkpoint=True, output_dir=tmp_path)
@@ -793,7 +801,7 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit(sft: str, tmp_path: Path
     whole = trainer_of(sft, settings)
     whole.train(output_dir=tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert kept == ["completions", "iteration_000002", "iteration_000003", "run.lock"]
+    assert kept == ["completions", "iteration_000002", "iteration_000003", "metrics.jsonl", "run.lock"]
     interrupted = trainer_of(sft, settings)
     if newest:
         (tmp_path / "run" / "iteration_000003" / "state.json").unlink()

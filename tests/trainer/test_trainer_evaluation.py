@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
-from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
+from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
@@ -20,6 +20,7 @@ from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import LoopRunner
+from ppo_rlhf.runtime.metrics_file import EVALUATION, metrics_of
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import FUNCTION, PROMPTS, config, early_letters, repeatable
@@ -206,10 +207,11 @@ def test_scores_of_another_number_of_prompts_are_not_compared(tmp_path: Path):
     """A run of the pipeline has its own prompts, and its checkpoint does not name them."""
     rows = [{"iteration": 1.0, "scores": [0.5] * 3}, {"iteration": 2.0, "scores": [0.5] * len(HELD_OUT)}]
     for row in rows:
-        add_evaluation(tmp_path, row)
+        metrics_of(tmp_path).append(EVALUATION, int(row["iteration"]), row)
     held_out = trainer_of().held_out
     held_out.resume(tmp_path, 2)  # type: ignore[union-attr]
     assert held_out.rows == [{"iteration": 1.0}, rows[1]]  # type: ignore[union-attr]
+    assert read_evaluations(tmp_path) == rows
 
 
 NAMED = f"{early_letters.__module__}:early_letters"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from ppo_rlhf.models.reward_model import CausalLMRewardModel
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.rewards.scorers import score_by_function
 from ppo_rlhf.rewards.scoring import RewardScorer
+from ppo_rlhf.runtime.metrics_file import ITERATION, METRICS, read_lines
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
-from tests.trainer.test_trainer import GOOD_STEP, PROMPTS, assert_same_bits, config, early_letters, weights
+from tests.trainer.test_trainer import GOOD_STEP, PROMPTS, assert_same_bits, config, early_letters, repeatable, weights
 
 
 def late_letters(completions: list[str]) -> list[float]:
@@ -89,6 +91,7 @@ def test_a_policy_of_a_script_names_its_start_model_reward_model_and_critic_with
 
 def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     """The folder is also accepted after load_checkpoint, and after calls of step()."""
+    shutil.rmtree(folder / "iteration_000003")
     resumed, stepped = trainer_of(), trainer_of()
     resumed.load_checkpoint(folder / "iteration_000002")
     resumed.train(output_dir=folder)
@@ -98,6 +101,33 @@ def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     stepped.save_checkpoint(tmp_path / "steps")
     stepped.train(output_dir=tmp_path / "steps")
     assert resumed.state.progress.iteration == stepped.state.progress.iteration == 3
+
+
+def test_going_on_from_an_older_checkpoint_than_the_newest_whole_one_needs_another_folder(folder: Path, tmp_path: Path):
+    """Its metrics would be set aside, and the newer one could not be resumed any more."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    older = folder / "iteration_000002"
+    for use in (
+        lambda trainer: trainer.train(resume_from_checkpoint=older, output_dir=folder),
+        lambda trainer: (trainer.load_checkpoint(older), trainer.save_checkpoint(folder)),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{older}: .* newer checkpoint iteration_000003, .* move "):
+            use(trainer_of())
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    elsewhere = trainer_of()
+    elsewhere.train(resume_from_checkpoint=older, output_dir=tmp_path / "other")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    numbers = [line.step for line in read_lines(tmp_path / "other" / METRICS) if line.kind == ITERATION]
+    assert numbers == [1, 2, 3]  # the other folder has the whole run
+    assert repeatable(elsewhere.history) == repeatable([line.metrics for line in read_lines(folder / METRICS)])
+
+
+def test_of_a_folder_whose_newest_checkpoint_is_damaged_the_one_before_goes_on(folder: Path):
+    (folder / "iteration_000003" / "state.json").write_text("{")
+    resumed = trainer_of()
+    resumed.train(resume_from_checkpoint=True, output_dir=folder)
+    assert [line.step for line in read_lines(folder / METRICS)] == [1, 2, 3]
+    assert len((folder / "metrics.attempt_001.jsonl").read_bytes().splitlines()) == 1
 
 
 REWARD_MODEL = CausalLMRewardModel.from_causal_lm(tiny_model(seed=5))

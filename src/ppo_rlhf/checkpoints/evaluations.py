@@ -1,12 +1,10 @@
-"""Records that a run keeps beside its checkpoints: evaluations, which decide the best checkpoint, and completions.
+"""What a run keeps beside its checkpoints: evaluations, which decide the best checkpoint, and completions.
 
-All evaluations are in one JSON file. The completions of each sampled iteration are in one file of JSON lines.
+The evaluations are lines of metrics.jsonl. The completions of each sampled iteration are a file of JSON lines.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,83 +14,50 @@ from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.data.prompt_dataset import as_json
+from ppo_rlhf.runtime.metrics_file import metrics_of
 from ppo_rlhf.runtime.names import TRAINING_KL
 from ppo_rlhf.runtime.whole_files import discard, written_whole
 
-EVALUATIONS, COMPLETIONS = "evaluations.json", "completions"
+COMPLETIONS = "completions"
 RANKED_BY = ("iteration", "eval/kl", "eval/reward")
 _DECIDING = (*RANKED_BY, "eval/judge_score", TRAINING_KL)
-_DIGEST = "sha256"
-"""Key in each stored row: the SHA-256 of the rest of the row."""
 
 
 def read_evaluations(directory: Path, needed: Sequence[str] = RANKED_BY[:1]) -> list[dict[str, Any]]:
-    """Return the evaluations that were logged in a run's directory, oldest first, or an empty list without a log.
+    """Return the evaluations in a run's metrics.jsonl, oldest first, or an empty list without one.
 
-    Each row must be as it was written, and have the keys in `needed`. The numbers that decide are finite.
+    Each row has the keys in `needed`. The numbers that decide are finite.
 
     Raises:
-        CheckpointError: The log of evaluations is damaged. If a damaged log counted as empty, the next evaluation would
-            overwrite the log, and the best checkpoint would be deleted.
+        CheckpointError: metrics.jsonl is damaged. If a damaged file counted as empty, the best checkpoint would be
+            deleted.
     """
-    path = directory / EVALUATIONS
-    if not path.is_file():
-        return []
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_bytes())
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise TypeError("the log must be a list of rows")
-        for number, row in enumerate(rows, 1):
-            if row.pop(_DIGEST, None) != _digest(row):
-                raise ValueError(f"row {number} differs from its SHA-256")
-            if odd := [name for name in needed if name not in row] + [
-                name for name in _DECIDING if not math.isfinite(row.get(name, 0.0))
-            ]:
-                raise ValueError(f"row {number} has no finite number {odd[0]}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: damaged ({error}). Restore the file, or move it away: the run then continues, but no longer "
-            "knows which checkpoint was its best, and may delete the best checkpoint"
-        ) from None
+    file = metrics_of(directory)
+    rows = file.evaluations()
+    for row in rows:
+        odd = [name for name in needed if name not in row]
+        odd += [name for name in _DECIDING if not math.isfinite(row.get(name, 0.0))]
+        if odd:
+            raise CheckpointError(f"{file.path}: the evaluation {row} has no finite number {odd[0]}"[:500])
     return rows
 
 
-def add_evaluation(directory: Path, evaluation: Mapping[str, Any]) -> None:
-    """Add a row to the log of evaluations. The new row replaces an earlier row of the same iteration.
+def best_saved(directory: Path, config: PPOConfig, last: int | None = None) -> int | None:
+    """Return the best iteration (see `best_iteration`) with a checkpoint that `ppo.save_interval` asks for.
 
-    Raises:
-        CheckpointError: The log of evaluations is damaged, see `read_evaluations`.
-        OSError: The log of evaluations cannot be written.
+    Checkpoints that time or a signal asked for do not count: which checkpoint is the best must not depend on the clock.
+    `last` is the run's last iteration, which counts, too.
     """
-    rows = [row for row in read_evaluations(directory) if row["iteration"] != evaluation["iteration"]] + [evaluation]
-    stored = [{**row, _DIGEST: _digest(row)} for row in rows]
-    with written_whole(directory / EVALUATIONS) as draft:
-        draft.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+    saved = checkpoint_iterations(directory)
+    counted = {each for each in saved if each % config.save_interval == 0 or each == last}
+    rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in counted]
+    return best_iteration(rows, config.kl_alarm)
 
 
-def _digest(row: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(row).encode()).hexdigest()
-
-
-def best_saved(directory: Path, kl_alarm: float, newest: int | None = None) -> int | None:
-    """Return the best iteration (see `best_iteration`) that has a checkpoint in a run's directory.
-
-    Checkpoints of iterations after `newest` do not count.
-    """
-    saved = {each for each in checkpoint_iterations(directory) if newest is None or each <= newest}
-    rows = [row for row in read_evaluations(directory, RANKED_BY) if row["iteration"] in saved]
-    return best_iteration(rows, kl_alarm)
-
-
-def prune_run(directory: Path, config: PPOConfig, newest: int, kept: int | None = None) -> None:
-    """Delete a run's old checkpoints except the newest `save_total_limit`, the best one (`best_saved`) and `kept`.
-
-    Checkpoints after iteration `newest` are kept, too: a run that was resumed from an earlier checkpoint replaces the
-    later checkpoints when it reaches their iterations.
-    """
-    best = best_saved(directory, config.kl_alarm, newest)
-    saved = [iteration for iteration in checkpoint_iterations(directory) if iteration <= newest]
-    for iteration in saved[: -config.save_total_limit]:
+def prune_run(directory: Path, config: PPOConfig, kept: int | None = None) -> None:
+    """Delete a run's old checkpoints except the newest `save_total_limit`, the best one (`best_saved`) and `kept`."""
+    best = best_saved(directory, config)
+    for iteration in checkpoint_iterations(directory)[: -config.save_total_limit]:
         if iteration not in (best, kept):
             discard(directory / checkpoint_name(iteration))
 

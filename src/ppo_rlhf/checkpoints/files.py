@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.models.directories import follow_umask
 from ppo_rlhf.runtime.manifests import MANIFEST, checked_manifest, read_json, write_manifest
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -91,6 +91,20 @@ class Checkpoint:
             CheckpointError: The file does not exist, or is not JSON.
         """
         return read_json(self.directory / name)
+
+
+def check_newest(checkpoint: Path) -> None:
+    """Refuse to go on from a checkpoint if a newer one is whole, whose metrics would be set aside.
+
+    Raises:
+        ConfigError: A newer checkpoint is whole.
+    """
+    newest, iteration = newest_whole_checkpoint(checkpoint.parent), _iteration_of(checkpoint.name)
+    if newest is not None and iteration is not None and iteration < (_iteration_of(newest.name) or 0):
+        raise ConfigError(
+            f"{checkpoint}: the run has the newer checkpoint {newest.name}, which could not be resumed any more. "
+            f"Resume from that, or move the checkpoints after {checkpoint.name} to another folder first"
+        )
 
 
 def newest_whole_checkpoint(run_directory: Path) -> Path | None:

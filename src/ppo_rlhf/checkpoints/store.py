@@ -3,13 +3,13 @@
     <run directory>/iteration_000010/
         manifest.json                   the run, the iteration, and size and SHA-256 of every other file
         state.json                      counters, controllers, moments, hyperparameters, optimiser groups
-        history.json                    every metric of every iteration so far
         policy/, critic.safetensors, …  the models, see `model_files`
         policy_optimizer.safetensors    moments, named <parameter index>.<moment>
         critic_optimizer.safetensors    missing if policy and value head have one optimiser
 
-A checkpoint has no state of random generators: random numbers are a function of seed, iteration and episode. A
-kill while a checkpoint is written leaves no part of the checkpoint.
+The metrics of the iterations so far are in the run's metrics.jsonl, whose length state.json stores. A checkpoint has no
+state of random generators: random numbers are a function of seed, iteration and episode. A kill while a checkpoint is
+written leaves no part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.checkpoints.files import Checkpoint, checkpoint_name, write_directory
 from ppo_rlhf.checkpoints.model_files import POLICY, optimizers, read_models, save_tensors, write_models
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
@@ -33,14 +32,14 @@ from ppo_rlhf.models.origins import write_origins
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.progress import Progress
-from ppo_rlhf.ppo.run_control import is_best
 from ppo_rlhf.ppo.training_state import TrainingState
-from ppo_rlhf.runtime.manifests import MANIFEST
+from ppo_rlhf.runtime.manifests import MANIFEST, read_json
+from ppo_rlhf.runtime.metrics_file import ITERATION, METRICS, Mark, as_json, metrics_of, read_lines_until
 
 _OF_PROGRESS = ("iteration", "episode")
 _OF_LEARNER = ("optimiser_steps", "skipped_steps", "skipped_in_a_row")
 _COUNTERS = (*_OF_PROGRESS, *_OF_LEARNER)
-STATE, HISTORY = "state.json", "history.json"
+STATE = "state.json"
 
 
 def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
@@ -55,6 +54,7 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
     """
     progress = state.progress
     progress.check_whole()
+    metrics = metrics_of(run_directory)
     if progress.loaded_iteration is not None:
         raise CheckpointError(
             f"{run_directory}: iteration {progress.iteration} is not saved, because policy and critic are those of "
@@ -62,8 +62,9 @@ def write_checkpoint(run_directory: Path, state: TrainingState) -> Path:
         )
     target = run_directory / checkpoint_name(progress.iteration)
     try:
-        with progress.schedule.saving():
-            write_directory(target, progress.iteration, lambda directory: _write_state(directory, state))
+        metrics.catch_up(progress.history)
+        mark = metrics.mark()
+        write_directory(target, progress.iteration, lambda directory: _write_state(directory, state, mark))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         # Keep the first line of safetensors' error, because its list of overlapping weights fills many lines
         reason = str(error).strip().partition("\n")[0]
@@ -82,8 +83,9 @@ def read_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
             infinite or of another shape, or the counters do not agree.
     """
     learner, progress, directory = state.learner, state.progress, checkpoint.directory
-    values, history = checkpoint.json(STATE), checkpoint.json(HISTORY)
-    _check_numbers(checkpoint, values, history)
+    values = checkpoint.json(STATE)
+    _check_numbers(checkpoint, values)
+    history = _history(checkpoint, mark_of(checkpoint.directory, checkpoint.directory.parent))
     progress.updating = True
     with _naming(directory):
         read_models(checkpoint, learner)
@@ -102,27 +104,70 @@ def read_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
             # A changed setting says anew how many responses fit
             field = halving.setting.removeprefix("ppo.")
             halving.count = values[name] if values["config"][field] == getattr(state.config, field) else 0
-    progress.loaded_iteration, progress.history = None, history
+    progress.loaded_iteration = None
+    progress.restore_history(history)
     progress.updating = False
 
 
-def check_best(run_directory: Path, progress: Progress) -> None:
-    """Refuse to resume with `evaluation.on_exploitation=stop` a run whose best evaluation has no checkpoint.
-
-    An iteration is saved before its evaluation, so the checkpoint does not know that its own evaluation was the best;
-    the run's log does, and the state gets it from there.
+def mark_of(checkpoint: Path | None, folder: Path) -> Mark:
+    """Return the length of `folder`'s metrics.jsonl up to a checkpoint; 0 for a checkpoint of another folder, or None.
 
     Raises:
-        ConfigError: The run began without `stop`, or the checkpoint of its best evaluation is not in `run_directory`.
-        CheckpointError: The log of evaluations is damaged.
+        CheckpointError: The checkpoint is damaged.
+    """
+    if checkpoint is None or checkpoint.parent.resolve() != folder.resolve():
+        return Mark()
+    with _naming(checkpoint):
+        return _mark(read_json(checkpoint / STATE))
+
+
+def _mark(values: Any) -> Mark:
+    try:
+        return Mark(int(values["metrics"]["bytes"]), str(values["metrics"]["sha256"]))
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{STATE}: its metrics are no length of {METRICS} ({error!r})") from None
+
+
+def _history(checkpoint: Checkpoint, mark: Mark) -> list[dict[str, float]]:
+    """Return the metrics of each iteration up to a checkpoint, from metrics.jsonl beside it.
+
+    Raises:
+        CheckpointError: metrics.jsonl is missing, damaged or of another run, or has another number of iterations.
+    """
+    path = checkpoint.directory.parent / METRICS
+    history = [line.metrics for line in read_lines_until(path, mark) if line.kind == ITERATION]
+    if len(history) != checkpoint.iteration:
+        raise CheckpointError(
+            f"{path}: has {len(history)} iterations up to the checkpoint of iteration {checkpoint.iteration}. Resume "
+            "from another checkpoint"
+        )
+    return history
+
+
+def check_kept_best(progress: Progress) -> None:
+    """Refuse to resume with `evaluation.on_exploitation=stop` a run that began without it.
+
+    Raises:
+        ConfigError: The run began without `stop`.
     """
     if progress.best_evaluation is None:
         raise ConfigError(
             "on_exploitation=stop: the run began without it, so its best evaluation may have no checkpoint. Resume "
             "with the value that it began with, or start a new run"
         )
-    if any(is_best(row) for row in read_evaluations(run_directory) if row["iteration"] == progress.iteration):
-        progress.best_evaluation = progress.iteration
+
+
+def check_best(run_directory: Path, progress: Progress) -> None:
+    """Refuse to resume with `evaluation.on_exploitation=stop` a run whose best evaluation has no checkpoint.
+
+    An iteration is saved before its evaluation, so call `check_best` once the resumed run has repeated the evaluation
+    of its checkpoint, which may be the best.
+
+    Raises:
+        ConfigError: The checkpoint of the best evaluation is not in `run_directory`.
+    """
+    if progress.best_evaluation is None:
+        return
     if not (best := run_directory / checkpoint_name(progress.best_evaluation)).is_dir():
         raise ConfigError(
             f"on_exploitation=stop: {best}, the checkpoint of the best evaluation, is missing. Resume in the folder "
@@ -161,29 +206,29 @@ def _naming(directory: Path) -> Iterator[None]:
         raise CheckpointError(f"{directory}: made for other models: {reason}") from error
 
 
-def _check_numbers(checkpoint: Checkpoint, values: Any, history: Any) -> None:
+def _check_numbers(checkpoint: Checkpoint, values: Any) -> None:
     """Raise `CheckpointError` if counters, controllers or reward moments are no numbers, or the counters do not agree.
 
-    `values` is the content of state.json, `history` the content of history.json.
+    `values` is the content of state.json.
     """
     directory = checkpoint.directory
-    if not isinstance(values, dict) or not isinstance(history, list):
-        raise CheckpointError(f"{directory}: {STATE} or {HISTORY} has another form than a checkpoint's")
+    if not isinstance(values, dict) or not isinstance(values.get("metrics"), dict):
+        raise CheckpointError(f"{directory / STATE}: has another form than a checkpoint's")
     for name in _COUNTERS:
         if type(count := values.get(name)) is not int or count < 0:
             raise CheckpointError(f"{directory / STATE}: {name}={count!r:.60} is no number of a run")
     iteration = values["iteration"]
-    if not iteration == checkpoint.iteration == len(history):
+    if iteration != checkpoint.iteration:
         raise CheckpointError(
-            f"{directory / STATE}: iteration={iteration}, but {MANIFEST} is of iteration {checkpoint.iteration} and "
-            f"{HISTORY} has {len(history)} iterations. Resume from another checkpoint"
+            f"{directory / STATE}: iteration={iteration}, but {MANIFEST} is of iteration {checkpoint.iteration}. "
+            "Resume from another checkpoint"
         )
     for name in ("extra", "policy_optimizer", "critic_optimizer"):
         if odd := re.search(r'"(\w+)": \[?(NaN|-?Infinity)', json.dumps(values.get(name))):
             raise CheckpointError(f"{directory / STATE}: {odd[1]} is {odd[2]}. Resume from another checkpoint")
 
 
-def _write_state(directory: Path, state: TrainingState) -> None:
+def _write_state(directory: Path, state: TrainingState, metrics: Mark) -> None:
     learner, progress = state.learner, state.progress
     write_models(directory, learner, state.sampler)
     write_origins(directory / POLICY, state.made_from)
@@ -191,13 +236,13 @@ def _write_state(directory: Path, state: TrainingState) -> None:
     for name, optimizer in optimizers(learner).items():
         moments, groups[name] = saved_moments(optimizer)
         save_tensors(moments, directory / f"{name}.safetensors")
-    (directory / HISTORY).write_text(json.dumps(progress.history), encoding="utf-8")
     values = {
         **{name: getattr(progress, name) for name in _OF_PROGRESS},
         **{name: getattr(learner, name) for name in _OF_LEARNER},
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
+        "metrics": as_json(metrics),
         "origin": state.origin,
         "ended": progress.requests.end,
         "restore_best": progress.requests.restore_best,

@@ -14,6 +14,7 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.manifests import MANIFEST
+from ppo_rlhf.runtime.metrics_file import METRICS, metrics_of
 from ppo_rlhf.runtime.names import RUN_ID, untracked
 from ppo_rlhf.runtime.processes import is_main_process
 
@@ -64,7 +65,7 @@ class CheckpointDataset(RunDataset[TrainingState, NoReturn]):
         """Write a checkpoint, then delete all checkpoints except the newest and the best."""
         directory = self.written
         write_checkpoint(directory, data)
-        evaluations.prune_run(directory, data.config, data.progress.iteration, data.progress.best_evaluation)
+        evaluations.prune_run(directory, data.config, data.progress.best_evaluation)
 
     def load(self) -> NoReturn:
         raise DatasetError("checkpoint is only written; checkpoints are read by the entry `resume_checkpoint`.")
@@ -124,12 +125,12 @@ class ResumeCheckpointDataset(AbstractDataset[NoReturn, Path | None]):
 
 
 class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
-    """The evaluations of a run, one row per evaluation, in the directory of the run's checkpoints.
+    """The evaluations of a run, one row per evaluation: the lines of the run's metrics.jsonl that are evaluations.
 
     Within a run they are the run's. Elsewhere, as in a notebook, `filepath` is the run's own directory, or the
     directory of all runs if only one run is there. The rows decide which checkpoint is the best. A row has the metrics
     of an evaluation, and the values that a later evaluation or the choice of the best checkpoint needs. Saving appends
-    one row. A node saves an empty dict if no evaluation was due; saving an empty dict changes nothing. Example:
+    one line. A node saves an empty dict if no evaluation was due; saving an empty dict changes nothing. Example:
 
     ```yaml
     evaluation_metrics:
@@ -139,9 +140,9 @@ class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
     """
 
     def save(self, data: dict[str, Any]) -> None:
-        """Append one evaluation, or replace the evaluation of the same iteration."""
+        """Append one evaluation. Of two evaluations of one iteration the newer counts."""
         if data:
-            evaluations.add_evaluation(self.written, data)
+            metrics_of(self.written).add_evaluation(data)
 
     def load(self) -> list[dict[str, Any]]:
         """Return the run's evaluations, oldest first."""
@@ -149,14 +150,14 @@ class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
 
     def _exists(self) -> bool:
         try:
-            return (self._directory() / evaluations.EVALUATIONS).is_file()
+            return (self._directory() / METRICS).is_file()
         except DatasetError:  # several runs, of which none is this one, as before a run of a project begins
             return False
 
     def _directory(self) -> Path:
         if self.folder is not None:
             return self.folder
-        found = [path.parent for path in self.root.glob(f"**/{evaluations.EVALUATIONS}")]
+        found = [path.parent for path in self.root.glob(f"**/{METRICS}")]
         if len(found) > 1:
             names = ", ".join(sorted(path.name for path in found))
             raise DatasetError(f"{self.root} has several runs; give the directory of one: {names}")

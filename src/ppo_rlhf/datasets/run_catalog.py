@@ -17,10 +17,14 @@ from kedro.io import CatalogProtocol, DatasetError
 from kedro.pipeline import Pipeline
 
 from ppo_rlhf.checkpoints.model_files import gathered
+from ppo_rlhf.checkpoints.store import mark_of
 from ppo_rlhf.datasets.checkpoints import RunDataset, run_directory
 from ppo_rlhf.datasets.pretrained_model import PretrainedModelDataset
+from ppo_rlhf.ppo.checkpointer import Checkpointer
+from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime import processes
-from ppo_rlhf.runtime.names import CHECKPOINT, NEXT_STATE
+from ppo_rlhf.runtime.metrics_file import metrics_of
+from ppo_rlhf.runtime.names import CHECKPOINT
 from ppo_rlhf.runtime.paths import path_of
 from ppo_rlhf.runtime.whole_files import delete, written_whole
 
@@ -45,16 +49,28 @@ class RunCatalog:
     """
 
     def __init__(
-        self, catalog: CatalogProtocol, pipeline: Pipeline, outputs: StageOutputs | None = None, resumed: bool = False
+        self,
+        catalog: CatalogProtocol,
+        pipeline: Pipeline,
+        outputs: StageOutputs | None = None,
+        *,
+        resumed: bool = False,
+        checkpoint: Path | None = None,
     ) -> None:
-        """Wrap `catalog` while `pipeline` runs. `outputs`, if given, records the run's datasets for a resumed run."""
+        """Wrap `catalog` while `pipeline` runs. `outputs`, if given, records the run's datasets for a resumed run.
+
+        A `resumed` run goes on behind its `checkpoint`, if it has one.
+
+        Raises:
+            CheckpointError: The checkpoint's metrics.jsonl is missing, damaged or of another run.
+        """
         self._catalog: Any = catalog
         entry: Callable[[str], Any] = catalog.get
-        self._outputs, self._checkpoint = outputs, None
+        self._outputs = outputs
+        self._checkpointer: Checkpointer | None = None
         self._unpublished: set[str] = set()
-        # Folder of this run's checkpoints; None: the run saves no checkpoints
-        self.run_folder = None if outputs is None else outputs.folder
-        self.is_checkpoint_saved = True  # whether a checkpoint of the last iteration was due, and therefore saved
+        # Folder of this run's checkpoints and metrics; None: the pipeline has none
+        self.run_folder: Path | None = None
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)
@@ -62,7 +78,9 @@ class RunCatalog:
             dataset._filepath = type(usual)(run_directory(Path(usual).parent / "runs") / Path(usual).name)
         for dataset in map(entry, sorted(pipeline.datasets())):
             if isinstance(dataset, RunDataset):
-                dataset.folder = run_directory(dataset.root)
+                dataset.folder = self.run_folder = run_directory(dataset.root)
+        if outputs is not None and processes.is_main_process():
+            metrics_of(outputs.folder).cut(mark_of(checkpoint, outputs.folder))
         newest: dict[str, str] = {}
         for name in pipeline.inputs():
             handle = entry(name).load() if is_model(entry(name)) else None
@@ -78,16 +96,20 @@ class RunCatalog:
     def save(self, name: str, data: Any) -> None:
         """Save a dataset: in-memory datasets in every process, persistent datasets only in the main process.
 
-        The node that updates the policy outputs a checkpoint in each iteration; it is saved only if it is due.
+        The node that updates the policy outputs the state as the checkpoint in each iteration. In the loop `RunControl`
+        asks the checkpointer whether to save it; outside of the loop, where the node runs once, it is asked here.
         """
-        if name == NEXT_STATE and self._checkpoint is None:
-            self._checkpoint = data  # of a resumed run, which may stop before it trains
-        if name == CHECKPOINT:
-            self._checkpoint, self.is_checkpoint_saved = data, data.progress.checkpoint_due
-            if self.is_checkpoint_saved:
-                self._save(CHECKPOINT, gathered(data))
-        else:
+        if name != CHECKPOINT:
             self._save(name, data)
+        elif self._checkpointer is None:
+            self.checkpointer_of(data).iteration_ended()
+
+    def checkpointer_of(self, state: TrainingState) -> Checkpointer:
+        """Return the run's checkpointer, which saves `state` as the catalog entry `checkpoint`."""
+        if self._checkpointer is None:
+            write = (lambda: self._save(CHECKPOINT, gathered(state))) if CHECKPOINT in self else None
+            self._checkpointer = Checkpointer(state.progress, self.run_folder, write)
+        return self._checkpointer
 
     def _save(self, name: str, data: Any) -> None:
         dataset = self._catalog.get(name)
@@ -160,14 +182,6 @@ class RunCatalog:
                     shutil.copyfile(run_file, draft)
         except OSError as error:
             raise DatasetError(f"{name} cannot be copied to its usual path") from error
-
-    def save_checkpoint(self) -> None:
-        """Save the training state of the last iteration, whether or not a checkpoint is due.
-
-        In a resumed run that may be the iteration that it was resumed from. Before any iteration do nothing.
-        """
-        if self._checkpoint is not None and CHECKPOINT in self:
-            self._save(CHECKPOINT, gathered(self._checkpoint))
 
     def __contains__(self, name: str) -> bool:
         return name in self._catalog

@@ -21,7 +21,7 @@ from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.scoring import RewardScorer
-from ppo_rlhf.runtime.names import TRAINING_KL
+from ppo_rlhf.runtime.names import IS_LAST, TRAINING_KL
 from ppo_rlhf.runtime.processes import is_main_process
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ def evaluate_iteration(
     row |= found
     if text is not None and is_main_process():
         log.warning("%s", text)
+    if progress.finished and not progress.requests.restore_best:
+        row[IS_LAST] = True
     if is_greedy:
         row[TRAINING_KL] = progress.history[-1]["objective/kl"]
     return row, evaluated

@@ -95,7 +95,7 @@ def since_best(
         scores = np.asarray(row.get(SCORES, policy.deciding_scores))
         if scores.shape != policy.deciding_scores.shape or not np.isfinite(scores).all():
             raise CheckpointError(
-                f"evaluations.json: iteration {row['iteration']:.0f} has {scores.size} scores, and this evaluation "
+                f"metrics.jsonl: iteration {row['iteration']:.0f} has {scores.size} scores, and this evaluation "
                 f"{policy.deciding_scores.size}; both must have one finite score for each of the same prompts. Start a "
                 "new run"
             )

@@ -110,8 +110,7 @@ def log_critic(directory: Path, name: str, step: int, keys: Collection[str]) -> 
     """Log a critic's directory to the active run, if it is not logged yet, and return the logged model's id.
 
     The critic's files are logged unchanged, so that a user can download the critic and name its folder in
-    `critic_path`. MLflow has no way to serve values. `step` and `keys` are the arguments `step` and `keys` of
-    `log_policy`.
+    `critic_path`. MLflow has no way to serve values. `step` and `keys` are those of `log_policy`.
     """
     client, run = mlflow.MlflowClient(), mlflow.get_run(mlflow.active_run().info.run_id)  # type: ignore[union-attr]
     logged_before = _logged_model(run, name, step)
@@ -123,7 +122,7 @@ def log_critic(directory: Path, name: str, step: int, keys: Collection[str]) -> 
 
 
 def _finish(run: Run, model_id: str, step: int, keys: Collection[str]) -> str:
-    """Link a logged model with its run and the metrics of its iteration, and return its id."""
+    """Link a logged model with its run and the points of its iteration that MLflow has, and return its id."""
     client, ids = mlflow.MlflowClient(), {"run_id": run.info.run_id, "model_id": model_id}
     points = [each for key in keys for each in client.get_metric_history(run.info.run_id, key)]
     linked = [Metric(each.key, each.value, each.timestamp, step, **ids) for each in points if each.step == step]
@@ -229,11 +228,11 @@ def _challenge(client: mlflow.MlflowClient, name: str, version: str, tags: dict[
     return f"and its {CHAMPION}"
 
 
-def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | None:
+def best_checkpoint(checkpoints: object, config: PPOConfig, last: int) -> tuple[Path, int] | None:
     """Return the policy directory and the iteration of the active run's best checkpoint; None if no checkpoint was
     evaluated.
 
-    Evaluations with a KL above `kl_alarm` (nats per response) do not count.
+    `last` is the run's last iteration. Evaluations with a KL above `ppo.kl_alarm` (nats per response) do not count.
 
     Raises:
         CheckpointError: The log of evaluations or the checkpoint's policy is damaged.
@@ -241,7 +240,7 @@ def best_checkpoint(checkpoints: object, kl_alarm: float) -> tuple[Path, int] | 
     if not isinstance(checkpoints, CheckpointDataset):
         return None
     directory = run_directory(checkpoints.root)
-    best = best_saved(directory, kl_alarm)
+    best = best_saved(directory, config, last)
     if best is None:
         return None
     checkpoint = Checkpoint(directory / checkpoint_name(best), part=POLICY, of_its_run=True)

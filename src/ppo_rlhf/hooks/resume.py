@@ -8,7 +8,6 @@ resumed several times, the value of the last resume counts.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -27,8 +26,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
-from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import FUNCTION, PROCESSES, PROJECT_PATH, RunDescription
+from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.hooks.run_description import PROCESSES, PROJECT_PATH, RunDescription, as_text, functions_in
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
@@ -54,8 +53,8 @@ but its results are then not bit-identical."""
 
 Named = tuple[str, Path | None]
 """The id of a run, and the checkpoint if `resume` names a checkpoint rather than a run."""
-Change = tuple[str, str]
-"""The type of a changed setting: its value in the interrupted run and its value in the resumed run."""
+Change = tuple[Any, Any]
+"""The type of a changed setting: its values in the interrupted run and in the resumed run, as JSON has them."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,7 @@ class Resumption:
     """An earlier run that the new run resumes."""
 
     run: Run  # the MLflow run to resume, in the state in which the run stopped
+    before: RunDescription  # the run's own settings and data
     checkpoint: Path | None  # the checkpoint from which training resumes; None: training starts from the beginning
     lock: IO[bytes]  # the lock file in the run's directory, open and locked
     # The allowed changes of settings, keyed by their names in tags
@@ -79,7 +79,7 @@ class Resumption:
         for name, (before, now) in self.changes.items():
             logger.info("Changed since it was interrupted: %s was %.40s, is %.40s.", name, before, now)
         for name in sorted(this.chosen_here):
-            kept, here = self.run.data.params.get(name, this.params[name]), this.params[name]
+            kept, here = self.before.params.get(name, this.params[name]), this.params[name]
             if kept != here:
                 logger.info("%s=auto: the run keeps %s, its value so far; here auto would be %s.", name, kept, here)
 
@@ -90,7 +90,7 @@ class Resumption:
         where = "none" if self.checkpoint is None else readable_path(self.checkpoint, project_path)
         tags = {f"{TAG}{CHECKPOINT}": where, **self._changed}
         # Resuming a run does not restore vLLM's sampling noise
-        uses_vllm = self.run.data.params.get("ppo.rollout_engine") == "vllm"
+        uses_vllm = self.before.params.get("ppo.rollout_engine") == "vllm"
         if uses_vllm or any(
             name in CHANGES_NUMBERS or name in JUDGED or name.startswith((*_OF_THE_MACHINE, DATA))
             for name in self.changes
@@ -100,25 +100,25 @@ class Resumption:
 
     @property
     def _changed(self) -> dict[str, str]:
-        return {f"{TAG}{name}": now[:MAX_PARAM_VAL_LENGTH] for name, (_, now) in self.changes.items()}
+        return {f"{TAG}{name}": as_text(now)[:MAX_PARAM_VAL_LENGTH] for name, (_, now) in self.changes.items()}
 
     def make_anew(self, this: RunDescription, pipeline: Pipeline) -> tuple[str, ...]:
         """Make the nodes outside the loop that depend on a changed function run again.
 
-        The function forgets the stored outputs of the nodes that run again, and returns the prefixes of their metrics.
+        The function forgets the stored outputs of the nodes that run again, and returns the stages of their metrics.
         """
         from ppo_rlhf.datasets.run_catalog import StageOutputs
 
         functions = {name for name in self.changes if name.startswith(DATA) or name in JUDGED}
         stages = [node for node in pipeline.nodes if functions and EVALUATION in node.inputs]
-        labeller = f"{DATA}{this.params.get(LABELLER, '').partition(':')[0]}.fingerprint"
+        labeller = f"{DATA}{(this.params.get(LABELLER) or '').partition(':')[0]}.fingerprint"
         if labeller in functions and "data.raw_preferences.path" not in this.tags:
             stages += [node for node in pipeline.nodes if LABELLED in node.outputs]
         outdated = pipeline.from_nodes(*(node.name for node in stages)).all_outputs() if stages else set()
         if outdated:
             logger.info("The stages that depend on the changed functions run again.")
             StageOutputs(Path(self.lock.name).parent, frozenset()).forget(outdated)
-        return tuple(f"{name.removesuffix('_metrics')}/" for name in outdated if name.endswith("_metrics"))
+        return tuple(name.removesuffix("_metrics") for name in outdated if name.endswith("_metrics"))
 
 
 def can_resume(pipeline: Pipeline) -> bool:
@@ -182,9 +182,10 @@ def find_resumption(
     different settings or data is skipped, and a log line names the skipped run.
 
     Raises:
-        ConfigError: The run does not exist, is being trained, or has different settings or data.
+        ConfigError: The run does not exist, is being trained, has different settings or data, or has a newer checkpoint
+            than the named one.
     """
-    from ppo_rlhf.checkpoints.files import checkpoint_iterations, newest_whole_checkpoint
+    from ppo_rlhf.checkpoints.files import check_newest, checkpoint_iterations, newest_whole_checkpoint
 
     for run in _unfinished(this, root, experiment_id) if named is None else [_named_run(requested, named[0])]:
         run_id, directory = run.info.run_id, root / run.info.run_id
@@ -200,7 +201,14 @@ def find_resumption(
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
                 continue  # another process has resumed and finished the run since the search for runs
-            refused, changes = differences(this, run)
+            try:
+                before = RunDescription.read(directory)
+            except CheckpointError as error:
+                if named is not None:
+                    raise
+                logger.info("resume=%s: MLflow run %s is skipped: %s.", requested, run_id, error)
+                continue
+            refused, changes = differences(this, before)
             if refused and named is None:
                 line = f"resume={requested}: MLflow run {run_id} is skipped, as settings differ: {'; '.join(refused)}."
                 again = f" With the old settings resume={run_id} continues that run."
@@ -211,15 +219,13 @@ def find_resumption(
                     f"resume={requested}: MLflow run {run_id} resumes only with its original settings. Changed since: "
                     f"{'; '.join(refused)}. Restore the settings, or leave out resume to start a new run."
                 )
-            newest = newest_whole_checkpoint(directory)
-            checkpoint = (named[1] if named else None) or newest
-            if "total_episodes" in changes and checkpoint != newest:
-                raise ConfigError(
-                    f"resume={requested}: a run whose ppo.total_episodes was changed resumes only from its newest "
-                    f"checkpoint, {newest}."
-                )
+            checkpoint = named[1] if named else None
+            if checkpoint is None:
+                checkpoint = newest_whole_checkpoint(directory)
+            else:
+                check_newest(checkpoint)
             refusal.pop_all()
-            return Resumption(run, checkpoint, lock, changes)
+            return Resumption(run, before, checkpoint, lock, changes)
     logger.info(
         "resume=%s: pipeline %s has no unfinished run in environment %s; a new run starts.",
         LATEST,
@@ -266,8 +272,8 @@ def _unfinished(this: RunDescription, root: Path, experiment_id: str) -> list[Ru
     return sorted(runs, key=written_at, reverse=True)
 
 
-def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Change]]:
-    """Compare the new run (`this`) with the MLflow run that the new run would resume.
+def differences(this: RunDescription, earlier: RunDescription) -> tuple[list[str], dict[str, Change]]:
+    """Compare the new run (`this`) with the earlier run that the new run would resume.
 
     Return the refused differences in words, and the allowed changes of settings, keyed by the name that a tag gives
     each setting. The comparison leaves out params that the earlier run did not have, `auto` settings that this machine
@@ -277,24 +283,23 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     from ppo_rlhf.checkpoints.restore import MAY_CHANGE
 
     groups = {name.split(".")[0] for name in this.params}
-    before = {name: value for name, value in run.data.params.items() if name.split(".")[0] in groups}
-    before |= {**_compared(run.data.tags), **as_last_resumed(run.data.tags)}
+    before = {name: value for name, value in earlier.params.items() if name.split(".")[0] in groups}
+    before |= _compared(earlier.tags)
     now = {**this.params, **_compared(this.tags)}
     now |= {name: before[name] for name in this.chosen_here & before.keys()}
     # Look in the earlier and in the new settings, because the resumed run may lack a callback of the earlier run
-    texts = (*before.values(), *this.params.values())
-    functions = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
+    values = (*before.values(), *this.params.values())
+    functions = {f"{DATA}{module}.fingerprint" for value in values for module in functions_in(value)}
     here = this.tags.get(PROJECT_PATH, "")
-    former = run.data.tags.get(PROJECT_PATH, here)
+    former = earlier.tags.get(PROJECT_PATH, here)
     refused, changes = [], {}
     reason, compared = _compared_over_the_run(before, now)
     for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):
         was, is_now = before.get(name, "none"), now.get(name, "none")
         group, _, setting = name.partition(".")
-        if was == is_now or (was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now):
+        if was == is_now:
             continue
-        # MLflow stored only the first MAX_PARAM_VAL_LENGTH characters of a param with a longer value
-        if len(was) == MAX_PARAM_VAL_LENGTH and is_now.startswith(was):
+        if isinstance(was, str) and was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now:
             continue
         may_change = group == "reporting" or (group == "ppo" and setting in MAY_CHANGE) or name in functions
         may_change |= name in JUDGED and _without_models(was) == _without_models(is_now)
@@ -314,38 +319,31 @@ def differences(this: RunDescription, run: Run) -> tuple[list[str], dict[str, Ch
     return refused, changes
 
 
-def _compared_over_the_run(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, set[str]]:
+def _compared_over_the_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, set[str]]:
     """Return the setting by which a run compares judge and reward of all its evaluations, and what it compares."""
     setting = "evaluation.on_exploitation"
     if now.get(setting, "off") == "off":
         return "", set()
     names = {"reward.components", "evaluation.judge"}
-    texts = [settings.get(name, "") for settings in (before, now) for name in names]
-    files = {f"{DATA}{module}.fingerprint" for text in texts for module in FUNCTION.findall(text)}
+    values = [settings.get(name) for settings in (before, now) for name in names]
+    files = {f"{DATA}{module}.fingerprint" for value in values for module in functions_in(value)}
     return f"{setting}={now[setting]}", names | files
 
 
-def _batch(settings: Mapping[str, str]) -> int | None:
+def _batch(settings: Mapping[str, Any]) -> int | None:
     """Return the responses of an iteration; None if the settings do not say it, as before a run has logged its own."""
     return math.prod(int(settings[name]) for name in BATCH) if all(name in settings for name in BATCH) else None
 
 
-def _without_models(text: str) -> Any:
-    """Return a param's JSON, in which one word replaces the settings of each language model that judges."""
-
-    def without(value: Any) -> Any:
-        if isinstance(value, list):
-            return [without(each) for each in value]
-        if not isinstance(value, Mapping):
-            return value
-        if {"model", "base_url"} <= value.keys():
-            return "a language model"
-        return {name: without(each) for name, each in value.items()}
-
-    try:
-        return without(json.loads(text))
-    except ValueError:  # the param is plain text, or JSON that MLflow has truncated
-        return text
+def _without_models(value: Any) -> Any:
+    """Return a param's value, in which one word replaces the settings of each language model that judges."""
+    if isinstance(value, list):
+        return [_without_models(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if {"model", "base_url"} <= value.keys():
+        return "a language model"
+    return {name: _without_models(each) for name, each in value.items()}
 
 
 def as_last_resumed(tags: Mapping[str, str]) -> dict[str, str]:

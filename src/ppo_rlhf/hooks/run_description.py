@@ -23,13 +23,18 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.addresses import without_secrets
+from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
+from ppo_rlhf.runtime.manifests import read_json
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
 from ppo_rlhf.runtime.paths import below_project, path_of
 from ppo_rlhf.runtime.processes import process_count
+from ppo_rlhf.runtime.whole_files import written_whole
 
 PREFIX = "params:"
+SETTINGS = "settings.json"
+"""File in a run's folder with its params and tags, which a run that resumes it is compared with."""
 DTYPE = "ppo.dtype"
 HOST, PROJECT_PATH = "host", "project_path"
 CHECKPOINTS, NONE = "checkpoints", "none"
@@ -48,14 +53,50 @@ MODELS = {"sft_model_path": "sft_policy", "reward_model_path": "reward_model"}
 """Fields of PPOConfig that the pipeline leaves null, each with the catalog entry that the pipeline reads instead."""
 
 
+def functions_in(value: Any) -> list[str]:
+    """Return the modules of the Python functions that a parameter's value names."""
+    return FUNCTION.findall(as_text(value))
+
+
 @dataclass(frozen=True)
 class RunDescription:
-    """The name, the params and the tags of a run, all as text, without the passwords and tokens of addresses."""
+    """The name, the params and the tags of a run, without the passwords and tokens of addresses."""
 
-    params: dict[str, str]  # values of the parameters, by `group.key`
+    params: dict[str, Any]  # values of the parameters as JSON has them, by `group.key`
     tags: dict[str, str]
     name: str = ""
     chosen_here: frozenset[str] = frozenset()  # names of parameters set to `auto`, whose values depend on the machine
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The params as texts, as MLflow stores them."""
+        return {name: as_text(value) for name, value in self.params.items()}
+
+    def write(self, folder: Path) -> None:
+        """Store params and tags in a run's folder, for the run that resumes it.
+
+        Raises:
+            CheckpointError: The file cannot be written.
+        """
+        path = folder / SETTINGS
+        try:
+            with written_whole(path) as draft:
+                draft.write_text(json.dumps({"params": self.params, "tags": self.tags}, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, folder: Path) -> RunDescription:
+        """Return the params and tags of the run that wrote a folder.
+
+        Raises:
+            CheckpointError: They are missing or damaged.
+        """
+        stored = read_json(folder / SETTINGS)
+        try:
+            return cls({**stored["params"]}, {**stored["tags"]})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / SETTINGS}: damaged ({error!r})") from None
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -70,7 +111,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
 
         groups["ppo"] = with_dtype(ppo)
         chosen_here = frozenset({DTYPE} if groups["ppo"] is not ppo else ())
-    params = {name: text for group, values in groups.items() for name, text in flattened(group, values).items()}
+    params = {name: value for group, values in groups.items() for name, value in flattened(group, values).items()}
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
     unused = []
@@ -91,7 +132,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
     inputs |= _reward_model_tags(reward, project_path)
     for setting, model in MODELS.items():
-        if params.get(f"ppo.{setting}") == "None" and model not in unused:
+        if f"ppo.{setting}" in params and params[f"ppo.{setting}"] is None and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
     command = typed_command(sys.argv)
     given = _given(run_params)
@@ -121,8 +162,8 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         (name for name in (POLICY, "base_model") if name in pipeline.inputs().difference(unused)), "sft_policy"
     )
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
-    params, tags = ({key: without_secrets(text) for key, text in texts.items()} for texts in (params, tags))
-    return RunDescription(params, tags, without_secrets(name), chosen_here)
+    tags = {key: without_secrets(text) for key, text in tags.items()}
+    return RunDescription(_masked(params), tags, without_secrets(name), chosen_here)
 
 
 def place_of(tags: Mapping[str, str]) -> str | None:
@@ -133,8 +174,9 @@ def place_of(tags: Mapping[str, str]) -> str | None:
 def _given(run_params: Mapping[str, Any]) -> str:
     """Return the settings given on the command line, without paths, such as `kl_coef=0.1 seed=2`."""
     given = (run_params.get("runtime_params") or {}).items()
-    texts = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
-    return " ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts if not name.endswith("_path"))
+    values = [each for group, values in given if group != "resume" for each in flattened(group, values).items()]
+    named = [(name.rpartition(".")[2], value) for name, value in values if not name.endswith("_path")]
+    return " ".join(f"{name}={as_text(value)}" for name, value in named)
 
 
 def _tag(value: Any) -> str:
@@ -195,19 +237,29 @@ def settle_dtype(catalog: CatalogProtocol, began_with: str | None = None) -> Non
         entry.save(with_dtype(ppo, began_with))  # the dataset's own `save` writes no log line, unlike `catalog.save`
 
 
-def flattened(group: str, values: Any) -> dict[str, str]:
-    """Return the entries of a group, defaults included, as texts keyed by `group.key`. Lists and mappings become JSON.
+def flattened(group: str, values: Any) -> dict[str, Any]:
+    """Return the entries of a group, defaults included, as JSON has them, keyed by `group.key`.
 
     If `values` is a single value rather than a group, the result is one entry with the key `group`.
     """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
-    if not isinstance(values, Mapping):
-        return {group: str(values)}
-    return {
-        f"{group}.{key}": json.dumps(value, default=str) if isinstance(value, Mapping | list | tuple) else str(value)
-        for key, value in values.items()
-    }
+    values = json.loads(json.dumps(values, default=str))
+    return {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {group: values}
+
+
+def as_text(value: Any) -> str:
+    """Return a parameter's value as MLflow stores it: lists and mappings as JSON, all else as Python prints it."""
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _masked(value: Any) -> Any:
+    """Return a JSON value whose texts are without the passwords and tokens of addresses."""
+    if isinstance(value, dict):
+        return {key: _masked(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_masked(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _git_tags(project_path: Path) -> dict[str, str]:
@@ -268,7 +320,7 @@ def _reward_model_tags(reward: Any, project_path: Path) -> dict[str, str]:
 def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, str]:
     """Return the path and the fingerprint of each Python file of the project whose functions the settings name."""
     tags: dict[str, str] = {}
-    for module in sorted({module for text in params.values() for module in FUNCTION.findall(text)}):
+    for module in sorted({module for value in params.values() for module in functions_in(value)}):
         inner = Path(*module.split("."))
         modules = (root / inner for root in (project_path, project_path / "src"))
         files = (file for path in modules for file in (path.with_suffix(".py"), path / "__init__.py"))

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlflow
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
+from mlflow import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
+from ppo_rlhf.checkpoints.evaluations import COMPLETIONS, write_completions
+from ppo_rlhf.checkpoints.files import checkpoint_iterations, checkpoint_name
+from ppo_rlhf.checkpoints.store import mark_of
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
-from ppo_rlhf.hooks.mlflow_log import MlflowLog
+from ppo_rlhf.hooks.mlflow_mirror import MODEL_ID, MlflowMirror, log_table
 from ppo_rlhf.hooks.run_description import parameter, verdict_of
 from ppo_rlhf.hooks.tracking_store import UPLOAD_S, log_store_errors, name_slow_store
 from ppo_rlhf.judge.llm_judge import judge_counts, judges_in_words
 from ppo_rlhf.models.origins import MADE_FROM
 from ppo_rlhf.runtime import progress_display
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, Line, metrics_of, read_lines
 from ppo_rlhf.runtime.names import (
     CHECKPOINT,
     CRITIC,
     EVALUATION_METRICS,
     EXPORTED,
+    IS_LAST,
     ITERATION_METRICS,
     NEXT_STATE,
     POLICY,
@@ -42,6 +51,12 @@ logger = logging.getLogger(__name__)
 SINCE_BEST = "eval/since_best_"  # prefix of metrics that only evaluations during training log, not the final evaluation
 FINAL_METRICS = "evaluation_summary"
 HISTORIES = ("sft_metrics", "reward_model_metrics", "critic_metrics")
+FINAL, JUDGES, AUDIT = "final_evaluation", "judges", "audit"
+"""Kinds of lines in metrics.jsonl, beside the loop's and the stages': the final evaluation, the counts of the judges'
+calls, the audit of the reward."""
+NOT_METRICS = ("iteration", MODEL_ID)
+ITERATIONS_PER_TABLE = 50
+"""Sampled iterations in one table of samples: a table is written anew for each of its iterations."""
 SAMPLES = 20
 """Number of completions of each iteration that are logged to the table of samples."""
 SAMPLED = {"prompt": "prompt", "response": "completion", "score": "score", "kl": "kl", "stopped": "stopped"}
@@ -69,7 +84,11 @@ less, because the resumed run can send the metrics that the last checkpoint hold
 
 
 class RunLog:
-    """Logs the metrics, samples and models of one run; a resumed run sends only metrics that MLflow does not have."""
+    """Logs the metrics, samples and models of one run.
+
+    Metrics are lines of the run's metrics.jsonl, which `MlflowMirror` sends. The nodes of PPO's loop write theirs; this
+    class writes those of the other stages.
+    """
 
     def __init__(
         self,
@@ -77,61 +96,113 @@ class RunLog:
         pipeline: Pipeline,
         catalog: CatalogProtocol,
         *,
-        is_resumed: bool = False,
-        checkpoints: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self._log = MlflowLog(run_id, is_continued=is_resumed, checkpoints=checkpoints)
-        self._catalog, self._outputs, self._is_resumed = catalog, pipeline.all_outputs(), is_resumed
-        self._iteration = self._policy_iteration = 0
+        """Log to the MLflow run `run_id`; `folder` is the run's folder, or None if the run cannot be resumed."""
+        self._catalog, self._outputs, self._checkpoints = catalog, pipeline.all_outputs(), folder
+        self._temporary = TemporaryDirectory() if folder is None else None
+        self._folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
+        self._metrics = metrics_of(self._folder)
+        self._mirror = MlflowMirror(run_id, self._folder, self._charts, self._send_samples)
+        self._run_id, self._iteration, self._policy_iteration = run_id, 0, 0
         self._model_id: str | None = None
-        self._curves: dict[int, dict[str, float]] = {}
-        progress_display.listeners[:] = [self._log.log]
+        self._rows: list[dict[str, Any]] = []  # metrics of each iteration, known at the end
+        self._stages: set[tuple[str, int]] = set()  # keys and steps of the stages' metrics that are written
+        progress_display.listeners[:] = [self._write_step]
 
-    def repeat(self, beginnings: tuple[str, ...]) -> None:
-        """Log metrics with the given key prefixes again, even for steps that MLflow has, because a resumed run repeats
-        steps.
+    def go_on(self, checkpoint: Path | None, anew: tuple[str, ...]) -> None:
+        """Prepare for a resumed run, before metrics.jsonl is cut; `anew` are the stages whose metrics are sent again.
+
+        Raises:
+            CheckpointError: metrics.jsonl is damaged.
         """
-        self._log.repeated = beginnings
+        self._mirror.cut(mark_of(checkpoint, self._folder), anew)
 
     def node_ran(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Log the metrics and samples among the outputs of a node that has run."""
+        """Record the metrics and samples among the outputs of a node that has run."""
         for state in (inputs.get(NEXT_STATE), outputs.get(STATE), outputs.get(NEXT_STATE)):
             if state is not None:
                 self._iteration, self._policy_iteration = state.progress.iteration, state.progress.policy_iteration
-        if self._is_resumed and STATE in outputs:
-            self._send_history(outputs[STATE])
-        if outputs.get(ITERATION_METRICS):
-            self._curves[self._iteration] = {}
-            self._measured(outputs[ITERATION_METRICS], self._iteration)
-        is_superseded = EVALUATION_METRICS in outputs and self._is_superseded(inputs[NEXT_STATE])
-        if outputs.get(EVALUATION_METRICS):
-            row = outputs[EVALUATION_METRICS]
-            measured = _evaluations(row, SINCE_BEST if is_superseded and EXPORTED not in row else "eval/")
-            # `_conclude` logs the last values of a run that evaluates its policy. The run ends after an evaluation that
-            # stops it, so only a resumed run, which repeats the evaluation, has a finished state here
-            is_last = FINAL_METRICS not in self._outputs and (EXPORTED in row or inputs[NEXT_STATE].progress.finished)
-            self._measured(measured, self._iteration, is_last=is_last)
-        # The evaluation is the last node of an iteration that calls judges, so log the counts of the judges' calls
-        # here. `close` logs the counts of the judges' calls in the final evaluation.
-        if EVALUATION_METRICS in outputs and not is_superseded:
-            self._log.log(judge_counts(), self._iteration)
+        # The evaluation is the last node of an iteration that calls judges, so the counts of the judges' calls are
+        # written here. `close` writes the counts of the final evaluation.
+        if EVALUATION_METRICS in outputs and not (
+            FINAL_METRICS in self._outputs and inputs[NEXT_STATE].progress.finished
+        ):
+            self._write(JUDGES, judge_counts(), self._iteration)
         if outputs.get(FINAL_METRICS):
             self._conclude(outputs[FINAL_METRICS])
-        self._log.log((outputs.get("reward_audit") or {}).get("metrics", {}), 0)
+        if self._temporary is not None:  # the nodes of the loop have no folder to write their metrics to
+            if outputs.get("completions"):
+                write_completions(self._folder, outputs["completions"])
+            for kind, name in ((ITERATION, ITERATION_METRICS), (EVALUATION, EVALUATION_METRICS)):
+                self._write(kind, outputs.get(name) or {}, self._iteration)
+        self._write(AUDIT, (outputs.get("reward_audit") or {}).get("metrics", {}), 0)
         for name in HISTORIES:
-            self._send_rows(outputs.get(name) or [])
-        if rows := outputs.get("completions", [])[:SAMPLES]:
-            from ppo_rlhf.data.readable_prompts import readable_prompt
-
-            columns = {column: [row[name] for row in rows] for column, name in SAMPLED.items()}
-            columns["prompt"] = [
-                readable_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools")) for row in rows
-            ]
-            self._log.log_samples(rows[0]["iteration"], columns)
+            self._write_rows(outputs.get(name) or [])
         if samples := outputs.get("token_samples"):
             from ppo_rlhf.reporting.token_view import render_page
 
-            self._log.log_page(render_page([samples]), f"token_view/iteration_{samples['iteration']:06d}.html")
+            page = self._folder / _page_of(samples["iteration"])
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(render_page([samples]), encoding="utf-8")
+        self._mirror.wake()
+
+    def _write(self, kind: str, metrics: Mapping[str, Any], step: int) -> None:
+        if metrics:
+            self._metrics.append(kind, step, metrics)
+
+    def _write_step(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of a stage's step that are not recorded yet."""
+        new = {key: value for key, value in metrics.items() if (key, step) not in self._stages}
+        self._stages |= {(key, step) for key in new}
+        self._write(next(iter(new), "").partition("/")[0], new, step)
+        self._mirror.wake()
+
+    def _write_rows(self, rows: Sequence[Mapping[str, float]]) -> None:
+        for row in rows:
+            self._write_step({key: value for key, value in row.items() if key != "step"}, int(row["step"]))
+
+    def _charts(self, line: Line) -> dict[str, float]:
+        """Return the metrics of a line that MLflow shows.
+
+        The SFT policy's evaluation metrics are constant, so only the run's last evaluation has them. An evaluation that
+        the evaluation pipeline repeats on all held-out prompts has only what that does not measure, so that the curve
+        does not get two points for one iteration.
+        """
+        row = line.metrics
+        if line.kind not in (ITERATION, EVALUATION, FINAL):
+            return row
+        if line.kind == EVALUATION:
+            is_last = bool(row.get(IS_LAST)) or EXPORTED in row
+            is_repeated = FINAL_METRICS in self._outputs and bool(row.get(IS_LAST)) and EXPORTED not in row
+            shown = _evaluations(row, SINCE_BEST if is_repeated else "eval/")
+            is_last &= FINAL_METRICS not in self._outputs
+        else:
+            is_last = line.kind == FINAL
+            shown = {key: x for key, x in row.items() if key not in NOT_METRICS}
+        headlines = {key: row[key] for key in HEADLINES if key in row} if line.kind == FINAL else {}
+        glance = {AT_A_GLANCE[key]: float(f"{x:.3g}") for key, x in shown.items() if key in AT_A_GLANCE}
+        omitted = (ERROR,) if is_last else (ERROR, OF_SFT)
+        charts = {**shown, **glance}
+        return {
+            key: x for key, x in charts.items() if not (key.startswith("eval/") and key.endswith(omitted))
+        } | headlines
+
+    def _send_samples(self, client: MlflowClient, line: Line) -> None:
+        """Send the samples of an iteration, if there are any: the table of completions, and the page of tokens."""
+        if line.kind != ITERATION:
+            return
+        files = sorted((self._folder / COMPLETIONS).glob("*.jsonl"))
+        mine = [number for number, file in enumerate(files) if file.stem == checkpoint_name(line.step)]
+        for number in mine:
+            part = number // ITERATIONS_PER_TABLE
+            path = f"samples_{part + 1}.json" if part else "samples.json"
+            first = part * ITERATIONS_PER_TABLE
+            log_table(client, self._run_id, _table(files[first : number + 1]), path)
+        page = self._folder / _page_of(line.step)
+        if page.is_file():
+            client.log_artifact(self._run_id, str(page), page.parent.name)
+            page.unlink()
 
     def saved(self, name: str) -> None:
         """Log the path of a written model. Log the exported policy and critic as MLflow models as well.
@@ -149,14 +220,14 @@ class RunLog:
             if name != POLICY and not (name == CRITIC and version is not None):
                 return
             # MLflow links a logged model only with metrics that the MLflow run has, so send the metrics first
-            has_metrics = self._log.flush(PATIENCE_AT_THE_END)
+            has_metrics = self._mirror.flush(PATIENCE_AT_THE_END)
         from ppo_rlhf.hooks.model_log import best_checkpoint, log_critic, log_policy
 
         patience = nullcontext() if has_metrics else short_timeouts()
         with name_slow_store(uri, UPLOAD_S), deferring_signals(), patience:
             if name == CRITIC and version is not None:
                 step = self._policy_iteration
-                log_critic(version, CRITIC, step, self._curves.get(step, {}))
+                log_critic(version, CRITIC, step, self._keys_at(step))
                 return
             handle = self._catalog[POLICY].load()
             config = parameter(self._catalog, "ppo")
@@ -166,7 +237,7 @@ class RunLog:
                     directory,
                     name,
                     step,
-                    keys=self._curves.get(step, {}),
+                    keys=self._keys_at(step),
                     config=config,
                     generation_config=handle.generation_config(),
                     trust_remote_code=handle.trust_remote_code,
@@ -174,7 +245,7 @@ class RunLog:
 
             self._model_id = log(Path(handle.source), POLICY, self._policy_iteration)
             try:
-                best = best_checkpoint(self._catalog.get(CHECKPOINT), config.kl_alarm)
+                best = best_checkpoint(self._catalog.get(CHECKPOINT), config, self._iteration)
             except CheckpointError as error:  # the exported policy is whole, so the run ends as it should
                 logger.warning("MLflow gets no model %s: %s", BEST, error)
             else:
@@ -182,60 +253,54 @@ class RunLog:
                     log(best[0], BEST, best[1])
 
     def close(self, *, is_finished: bool) -> bool:
-        """Flush. For a finished run that was resumed, also log the curves of stages that the resumed run skipped.
-
-        Return whether MLflow has everything.
-        """
+        """Send what MLflow lacks, and return whether MLflow has everything."""
         progress_display.listeners.clear()
-        self._log.log(judge_counts(), self._iteration)
+        try:
+            self._write(JUDGES, judge_counts(), self._iteration)
+        except CheckpointError as error:  # the disk may be what ended the run
+            logger.warning("%s", error)
+        for name in HISTORIES if is_finished else ():  # of stages that a resumed run left out
+            if name in self._outputs and (stored := self._catalog.get(name)) is not None and stored.exists():
+                self._stages |= {(key, line.step) for line in read_lines(self._metrics.path) for key in line.metrics}
+                self._write_rows(stored.load())
         for line in judges_in_words():
             logger.info("%s", line)
-        for name in HISTORIES if is_finished and self._is_resumed else ():
-            if name in self._outputs and self._catalog[name].exists():
-                self._send_rows(self._catalog[name].load())
-        return self._log.close(PATIENCE_AT_THE_END if is_finished else PATIENCE)
+        can_resume = self._checkpoints is not None and bool(checkpoint_iterations(self._checkpoints))
+        has_everything = self._mirror.close(PATIENCE_AT_THE_END if is_finished else PATIENCE, can_resume=can_resume)
+        self._rows = self._curves()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+        return has_everything
 
     def log_advice(self, environment: str | None = None) -> None:
         """Log which settings to change first, by the rules of docs/tuning.md; log nothing without metrics."""
-        if not self._curves:
+        if not self._rows:
             return
         from ppo_rlhf.advice import in_words
 
         config = parameter(self._catalog, "ppo")
-        history = [{**row, "iteration": float(iteration)} for iteration, row in sorted(self._curves.items())]
         command = f"kedro advise{env_option(environment)}"
-        for line in [f"What to change first (`{command}` says it again):", *in_words(config, history, command=command)]:
+        for line in [
+            f"What to change first (`{command}` says it again):",
+            *in_words(config, self._rows, command=command),
+        ]:
             logger.info("%s", line)
 
-    def _send_history(self, state: Any) -> None:
-        """Log the metrics up to the checkpoint's iteration, because MLflow may have refused metrics before the
-        interruption.
-        """
-        for row in state.progress.history:
-            self._curves[int(row["iteration"])] = {}
-            self._measured(row, int(row["iteration"]))
-        entry = self._catalog.get(EVALUATION_METRICS)
-        if entry is None or not entry.exists() or EVALUATION_METRICS not in self._outputs:
-            return
-        last = state.progress.iteration - 1 if self._is_superseded(state) else state.progress.iteration
-        for row in entry.load():
-            if row["iteration"] <= last:
-                self._measured(_evaluations(row), int(row["iteration"]))
+    def _curves(self) -> list[dict[str, Any]]:
+        """Return the metrics of each iteration, with those of its evaluation."""
+        rows: dict[int, dict[str, Any]] = {}
+        for line in read_lines(self._metrics.path):
+            if line.kind == ITERATION:
+                rows[line.step] = {**line.metrics}
+            elif line.kind in (EVALUATION, FINAL) and line.step in rows:
+                rows[line.step] |= _evaluations(line.metrics)
+        return list(rows.values())
 
-    def _measured(
-        self, metrics: Mapping[str, float], iteration: int, *, model_id: str | None = None, is_last: bool = False
-    ) -> None:
-        """Log the metrics of an iteration except standard errors of evaluations.
-
-        The SFT policy's evaluation metrics are constant, so they are logged only once, at the last iteration.
-        """
-        glance = {AT_A_GLANCE[key]: float(f"{x:.3g}") for key, x in metrics.items() if key in AT_A_GLANCE}
-        metrics = {**metrics, **glance}
-        omitted = (ERROR,) if is_last else (ERROR, OF_SFT)
-        charts = {key: x for key, x in metrics.items() if not (key.startswith("eval/") and key.endswith(omitted))}
-        self._log.log(charts, iteration, model_id=model_id)
-        if iteration in self._curves:
-            self._curves[iteration].update(metrics)
+    def _keys_at(self, step: int) -> list[str]:
+        """Return the keys of what MLflow shows of a PPO iteration and its evaluation."""
+        kinds = (ITERATION, EVALUATION)
+        lines = (line for line in read_lines(self._metrics.path) if line.step == step and line.kind in kinds)
+        return [key for line in lines for key in self._charts(line)]
 
     def _conclude(self, summary: Mapping[str, Any]) -> None:
         """Log the final evaluation, put the verdict into the run's description, register the model.
@@ -244,8 +309,9 @@ class RunLog:
         evaluation of its own.
         """
         step = self._iteration + (self._policy_iteration != self._iteration)
-        self._measured(_evaluations(summary), step, model_id=self._model_id, is_last=True)
-        self._log.log({name: summary[name] for name in HEADLINES if name in summary}, step)
+        self._write(
+            FINAL, {**_evaluations(summary), **({} if self._model_id is None else {MODEL_ID: self._model_id})}, step
+        )
         others = {name: x for name, x in summary.items() if name.endswith(ERROR) and name not in HEADLINES}
         errors = ", ".join(f"{name.removesuffix(ERROR)} {x:.3g}" for name, x in others.items())[:MAX_TAG_VAL_LENGTH]
         note = verdict_of(summary)
@@ -261,22 +327,25 @@ class RunLog:
             with deferring_signals(), log_store_errors("the registered model"):
                 register(self._model_id, last_name(path_of(self._catalog.get("sft_policy")) or "model"), summary)
 
-    def _is_superseded(self, state: Any) -> bool:
-        """Return whether the evaluation pipeline will evaluate the policy of `state` again, on all held-out prompts.
-
-        If the result is True, only the later evaluation is logged for the iteration, so that the curve does not get two
-        points for one iteration.
-        """
-        return bool(
-            FINAL_METRICS in self._outputs and state.progress.finished and not state.progress.requests.restore_best
-        )
-
-    def _send_rows(self, rows: list[Mapping[str, float]]) -> None:
-        for row in rows:
-            # MlflowLog drops rows of metrics that an earlier call of the stage has already logged
-            self._log.log(row, int(row["step"]))
-
 
 def _evaluations(measured: Mapping[str, Any], beginning: str = "eval/") -> dict[str, float]:
     """Return the metrics of an evaluation, without the iteration, the prompts and the judge that it also names."""
     return {key: value for key, value in measured.items() if key.startswith(beginning)}
+
+
+def _page_of(iteration: int) -> str:
+    return f"token_view/{checkpoint_name(iteration)}.html"
+
+
+def _table(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the first completions of each file as a table for MLflow's page."""
+    from ppo_rlhf.data.readable_prompts import readable_prompt
+
+    data = []
+    for file in files:
+        with file.open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in islice(lines, SAMPLES)]
+        for row in rows:
+            prompt = readable_prompt(row["prompt"], row.get("prompt_chat"), row.get("tools"))
+            data.append([row["iteration"], prompt, *(row[name] for name in list(SAMPLED.values())[1:])])
+    return {"columns": ["iteration", *SAMPLED], "data": data}

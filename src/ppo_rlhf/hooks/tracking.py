@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -195,7 +196,7 @@ class TrackingHook(MlflowHook):
             resumed = None if resumption is None else resumption.run.info.run_id
             with log_store_errors("which runs died silently"):
                 end_abandoned(this, tracking.experiment._experiment.experiment_id, resumed)
-            settle_dtype(catalog, None if resumption is None else resumption.run.data.params.get(DTYPE))
+            settle_dtype(catalog, None if resumption is None else resumption.before.params.get(DTYPE))
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             run = mlflow.start_run(
                 run_id=tracking.run.id,
@@ -210,19 +211,20 @@ class TrackingHook(MlflowHook):
                 self._checkpoints = entry.root / run.info.run_id
                 self._lock = self._lock or lock_run(self._checkpoints)
                 delete_abandoned_drafts(self._checkpoints)
-            self._log = RunLog(
-                run.info.run_id, pipeline, catalog, is_resumed=bool(resumption), checkpoints=self._checkpoints
-            )
+                before = {} if resumption is None else resumption.before.params
+                settled = {name: before[name] for name in this.chosen_here & before.keys()}
+                replace(this, params={**this.params, **settled}).write(self._checkpoints)
+            self._log = RunLog(run.info.run_id, pipeline, catalog, folder=self._checkpoints)
             self._catalog = catalog
             if resumption is not None:
-                self._log.repeat(resumption.make_anew(this, pipeline))
+                self._log.go_on(resumption.checkpoint, resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
                 # Update the tag with the checkpoint folder, because the user may have moved the folder
                 kept = run.data.tags.keys() - {CHECKPOINTS}
                 tags = {name: value for name, value in this.tags.items() if name not in kept}
                 mlflow.set_tags({**tags, **resumption.tags(project_path)})
-            mlflow.log_params({name: value for name, value in this.params.items() if name not in run.data.params})
+            mlflow.log_params({name: value for name, value in this.texts.items() if name not in run.data.params})
             log_inputs(this)
 
     def _resumption(

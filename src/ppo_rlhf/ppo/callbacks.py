@@ -15,27 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, TrainingError, in_one_line, kind_and_text
+from ppo_rlhf.runtime.metrics_file import EVALUATION, ITERATION, METRICS, read_lines
 from ppo_rlhf.runtime.own_process import ending_children
 from ppo_rlhf.runtime.processes import from_all, from_main, is_main_process
 from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 from ppo_rlhf.runtime.user_functions import load_function
-from ppo_rlhf.runtime.whole_files import written_whole
+from ppo_rlhf.runtime.whole_files import replace_text
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from ppo_rlhf.ppo.batch_sampling import Sampler
+    from ppo_rlhf.ppo.checkpointer import Checkpointer
     from ppo_rlhf.ppo.learner import Learner
     from ppo_rlhf.ppo.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-REPORTED = "reported.json"
-"""File beside the checkpoints with the id of W&B's run and the last reported steps of metrics and of evaluations. The
-file `REPORTED` is written when `Callbacks` begins a W&B run, and when a process ends without being killed."""
+SENT = "callbacks.sent.json"
+"""File beside metrics.jsonl with the id of W&B's run, and the last iteration and evaluation that were reported. It is
+written after each report."""
 NONE, TENSORBOARD, WANDB = "none", "tensorboard", "wandb"
-METRICS, EVALUATIONS = "metrics", "evaluations"
 
 
 def own_callbacks(config: PPOConfig, project_path: Path | None = None) -> list[TrainerCallback]:
@@ -129,7 +130,7 @@ class Callbacks:
         own: Sequence[TrainerCallback],
         reporting: Sequence[TrainerCallback],
         folder: Path | None,
-        save: Callable[[], None],
+        checkpointer: Checkpointer,
         *,
         can_evaluate: bool = True,
     ) -> None:
@@ -142,19 +143,17 @@ class Callbacks:
             own: The user's callbacks.
             reporting: The reporting callbacks (W&B, TensorBoard); each is sent the steps that it has not reported yet.
             folder: The folder of the run's checkpoints; None if the run saves no checkpoints.
-            save: Saves the current iteration.
+            checkpointer: Saves the current iteration.
             can_evaluate: Whether the run can evaluate; if not, a callback that sets `should_evaluate` is an error.
         """
         from transformers import TrainerControl, TrainerState
 
         self._learner, self._sampler, self._progress = learner, sampler, progress
-        self._folder, self._save, self._can_evaluate = folder, save, can_evaluate
+        self._folder, self._checkpointer, self._can_evaluate = folder, checkpointer, can_evaluate
         self._own, self._reporting = list(own), list(reporting)
         self._all = [*own, *reporting]
         self._control = TrainerControl()
         self._error: Exception | None = None
-        # Whether the current iteration has a checkpoint; True at the start, because a run resumes from a checkpoint
-        self.is_saved = True
         self._is_begun = False
         # The W&B run that this object began; None: the user's script began the run, or no run exists
         self._own_run: Any = None
@@ -172,7 +171,7 @@ class Callbacks:
             is_world_process_zero=main,
         )
         self._shown.compute_steps(self._args, progress.total_iterations)
-        path = None if folder is None else folder / REPORTED
+        path = None if folder is None else folder / SENT
         self._reported = json.loads(path.read_bytes()) if path is not None and path.is_file() else {}
         self._begin_reports()
         self._last_reported = from_main([self._last_steps(callback) for callback in self._reporting])
@@ -189,13 +188,12 @@ class Callbacks:
         self._call("on_train_begin")
         self._settle()
 
-    def iteration_ended(self, metrics: Mapping[str, float], *, is_saved: bool) -> None:
-        """Call the events of a complete iteration; `is_saved` says whether the iteration has a checkpoint already."""
-        self.is_saved = is_saved
+    def iteration_ended(self, metrics: Mapping[str, float]) -> None:
+        """Call the events of a complete iteration."""
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
-        self._log(METRICS, metrics)
-        if is_saved:
+        self._log(ITERATION, metrics)
+        if self._checkpointer.is_saved and self._checkpointer.has_folder:
             self._call("on_save")
         self._progress.requests.evaluate = self._control.should_evaluate
         self._settle()
@@ -209,9 +207,9 @@ class Callbacks:
         self._progress.requests.evaluate = False
         if not row or row["iteration"] != self._progress.iteration:
             return
-        metrics = {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
+        metrics = _named_as_in_transformers(row)
         self._control.should_save = False
-        self._log(EVALUATIONS, metrics)
+        self._log(EVALUATION, metrics)
         self._call("on_evaluate", metrics=metrics)
         self._settle()
 
@@ -222,16 +220,15 @@ class Callbacks:
         is_new = self._control.should_training_stop and not self._progress.requests.end
         self._progress.requests.end |= is_new
         is_asked = self._control.should_save or self._error is not None
-        if self._progress.iteration and (is_new or (is_asked and not self.is_saved)):
+        if self._progress.iteration and (is_new or (is_asked and not self._checkpointer.is_saved)):
             self.save()
         if self._error is not None:
             raise self._error
 
     def save(self) -> None:
         """Save the current iteration, whether or not a checkpoint is due, and call `on_save`."""
-        self.is_saved = True
-        self._save()
-        if self._folder is not None:
+        self._checkpointer.save()
+        if self._checkpointer.has_folder:
             self._call("on_save")
 
     def end(self) -> None:
@@ -242,15 +239,10 @@ class Callbacks:
             raise self._error
 
     def close(self) -> None:
-        """Write `REPORTED`, and finish W&B's run if `Callbacks` began the W&B run; call `close` after an error, too.
+        """Finish W&B's run if `Callbacks` began the W&B run; call `close` after an error, too.
 
-        Failures of `close`, such as a full disk or an error of W&B, are logged as warnings and do not fail the run.
+        An error of W&B is logged as a warning and does not fail the run.
         """
-        if self._reporting:
-            try:
-                self._write_reported()
-            except OSError as error:
-                logger.warning("%s: %s. A resumed run may report some steps twice.", REPORTED, in_one_line(error))
         run, self._own_run = self._own_run, None
         if run is not None:
             try:
@@ -269,8 +261,9 @@ class Callbacks:
         without = [callback for callback, last in reported if last[what] >= logged_step]
         logs = {name: value for name, value in logs.items() if name != "iteration"}
         self._call("on_log", without=without if step is None else [*self._own, *without], step=step, logs=logs)
-        if self._error is None:
+        if self._error is None and self._reporting:
             self._reported[what] = max(self._reported.get(what, 0), logged_step)
+            self._write_reported()
 
     def _last_steps(self, callback: TrainerCallback) -> dict[str, int]:
         """Return the last steps, of metrics and of evaluations, that a reporting callback already has.
@@ -278,25 +271,30 @@ class Callbacks:
         TensorBoard gets the steps from the resumed iteration on again, since `_hide_repeated` hides the earlier reports
         of these steps. W&B is asked for the last step of a W&B run that `Callbacks` resumed, but not of a W&B run that
         the user's script began, which may have the steps of another training. For all other integrations the file
-        `REPORTED` has the last steps. A killed process has not written its last steps to `REPORTED`, so a resumed run
-        reports the killed process's last steps twice.
+        `SENT` has the last steps.
         """
         resumed_at, kind = self._progress.iteration, type(callback).__name__
         if kind == "TensorBoardCallback":
-            return {METRICS: resumed_at - 1, EVALUATIONS: resumed_at - 1}
+            return {ITERATION: resumed_at - 1, EVALUATION: resumed_at - 1}
         if kind == "WandbCallback" and self._own_run is not None and self._own_run.resumed:
             last = self._own_run.summary.get("train/global_step")
             if last is not None:
                 # An evaluation is logged after the metrics of its iteration, so the last evaluation may be missing
-                return {METRICS: int(last), EVALUATIONS: int(last) - 1}
-        return {what: self._reported.get(what, 0) for what in (METRICS, EVALUATIONS)}
+                return {ITERATION: int(last), EVALUATION: int(last) - 1}
+        return {what: self._reported.get(what, 0) for what in (ITERATION, EVALUATION)}
 
     def _catch_up(self) -> None:
-        """Send metrics of iterations up to the resumed iteration to the reporting callbacks that lack the metrics."""
-        first = min((last[METRICS] for last in self._last_reported), default=self._progress.iteration) + 1
-        for row in self._progress.history:
-            if first <= row["iteration"]:
-                self._log(METRICS, row, int(row["iteration"]))
+        """Send the lines of metrics.jsonl that a reporting callback lacks, up to the resumed iteration."""
+        if not self._reporting:
+            return
+        rows = [(ITERATION, row) for row in self._progress.history]
+        if self._folder is not None:
+            lines = read_lines(self._folder / METRICS) if is_main_process() else ()
+            rows = from_main([(line.kind, line.metrics) for line in lines if line.kind in (ITERATION, EVALUATION)])
+        for kind, row in rows:
+            step = int(row["iteration"])
+            if any(last[kind] < step for last in self._last_reported):
+                self._log(kind, row if kind == ITERATION else _named_as_in_transformers(row), step)
 
     def _call(
         self, event: str, *, without: Sequence[TrainerCallback] = (), step: int | None = None, **given: Any
@@ -389,8 +387,15 @@ class Callbacks:
 
     def _write_reported(self) -> None:
         if self._folder is not None and is_main_process():
-            with written_whole(self._folder / REPORTED) as draft:
-                draft.write_text(json.dumps(self._reported), encoding="utf-8")
+            try:
+                replace_text(self._folder / SENT, json.dumps(self._reported))
+            except OSError as error:
+                logger.warning("%s: %s. A resumed run may report some steps twice.", SENT, in_one_line(error))
+
+
+def _named_as_in_transformers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation's metrics `eval/*` under the names `eval_*`."""
+    return {f"eval_{name[5:]}": value for name, value in row.items() if name.startswith("eval/")}
 
 
 def _which_logs(raised: BaseException, given: Mapping[str, Any]) -> str:

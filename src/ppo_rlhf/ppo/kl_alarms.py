@@ -7,7 +7,8 @@ The alarms during a run and the advice at the end of a run (`advice`) use `KL_RU
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,7 +143,6 @@ KL_RULES: dict[str, Rule[KLSituation]] = {
 WINDOW, WINDOW_RESPONSES = 10, 80
 """Smallest number of iterations, and of responses, in each mean of the KL. With fewer responses noise alone is often
 "negative" or "collapsed"."""
-History = Sequence[Mapping[str, float]]
 
 
 def _averaged_iterations(config: PPOConfig) -> int:
@@ -154,34 +154,45 @@ def _averaged_iterations(config: PPOConfig) -> int:
     return max(WINDOW, math.ceil(WINDOW_RESPONSES / config.batch_size))
 
 
-def kl_alarms(config: PPOConfig, history: History) -> list[str]:
-    """Return one line for each rule that began to hold in a run's last iteration, with the setting to change first."""
-    before, lines = _holding(config, history[:-1]), []
-    for name, situation in _holding(config, history).items():
-        # Do not warn if KL fell from above `kl_alarm` to between `kl_warning` and `kl_alarm`
-        if name in before or (name == "warning" and "alarm" in before):
-            continue
-        rule = KL_RULES[name]
-        change = allowed(rule.change(situation), config)
-        first = f" {change}" if change else ""
-        lines.append(f"KL {name}: {rule.seen(situation)}; {rule.meaning}.{first}")
-    return lines
+class KLAlarms:
+    """The KL rules of a run, iteration by iteration, from the last means of the KL and the highest one."""
 
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self._kl: deque[float] = deque(maxlen=_averaged_iterations(config))
+        self._highest, self._held = 0.0, frozenset[str]()
 
-def _holding(config: PPOConfig, history: History) -> dict[str, KLSituation]:
-    """Return the names of the KL rules that hold after the last iteration, each with the KL that it was checked on.
+    def after(self, row: Mapping[str, float]) -> list[str]:
+        """Return one line for each rule that began to hold in an iteration, with the setting to change first.
 
-    `alarm` and `warning` compare the last iteration's KL. The other rules compare the mean of the last
-    `_averaged_iterations`.
-    """
-    if not history:
-        return {}
-    window = _averaged_iterations(config)
-    kl, kl_coef = np.array([row["objective/kl"] for row in history]), history[-1]["objective/kl_coef"]
-    situations = dict.fromkeys(("alarm", "warning"), KLSituation(config, kl[-1], math.nan, math.nan, kl_coef))
-    if len(kl) >= window:
-        means = np.lib.stride_tricks.sliding_window_view(kl, window).mean(axis=1)
-        error = kl[-window:].std(ddof=1) / math.sqrt(window)
-        recent = KLSituation(config, means[-1], error, np.nanmax([0.0, *means]), kl_coef)
-        situations |= dict.fromkeys(("collapsed", "negative"), recent)
-    return {name: situation for name, situation in situations.items() if KL_RULES[name].holds(situation)}
+        `row` has the iteration's metrics.
+        """
+        before, lines = self._held, []
+        holding = self._holding(row)
+        self._held = frozenset(holding)
+        for name, situation in holding.items():
+            # Do not warn if KL fell from above `kl_alarm` to between `kl_warning` and `kl_alarm`
+            if name in before or (name == "warning" and "alarm" in before):
+                continue
+            rule = KL_RULES[name]
+            change = allowed(rule.change(situation), self._config)
+            first = f" {change}" if change else ""
+            lines.append(f"KL {name}: {rule.seen(situation)}; {rule.meaning}.{first}")
+        return lines
+
+    def _holding(self, row: Mapping[str, float]) -> dict[str, KLSituation]:
+        """Return the names of the KL rules that hold after an iteration, each with the KL that it was checked on.
+
+        `alarm` and `warning` compare the iteration's KL. The other rules compare the mean of the last
+        `_averaged_iterations`.
+        """
+        self._kl.append(row["objective/kl"])
+        config, kl_coef = self._config, row["objective/kl_coef"]
+        situations = dict.fromkeys(("alarm", "warning"), KLSituation(config, self._kl[-1], math.nan, math.nan, kl_coef))
+        if len(self._kl) == self._kl.maxlen:
+            recent_kl = np.array(self._kl)
+            mean, error = float(recent_kl.mean()), float(recent_kl.std(ddof=1)) / math.sqrt(len(recent_kl))
+            self._highest = float(np.nanmax([self._highest, mean]))
+            recent = KLSituation(config, mean, error, self._highest, kl_coef)
+            situations |= dict.fromkeys(("collapsed", "negative"), recent)
+        return {name: situation for name, situation in situations.items() if KL_RULES[name].holds(situation)}

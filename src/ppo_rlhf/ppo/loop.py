@@ -8,6 +8,7 @@ docs/architecture.md says where code for a new feature belongs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -30,14 +31,18 @@ def train(
     scorer: RewardScorer,
     after_iteration: Callable[[dict[str, float]], None],
     before_update: Callable[[Experience], None] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Run all remaining iterations of a run.
 
     `before_update` is called before each iteration's update, with the iteration's experience. `after_iteration`, such
-    as `RunControl.after_iteration`, is called after each iteration, with the iteration's metrics.
+    as `RunControl.after_iteration`, is called after each iteration, with the iteration's metrics. `around` returns the
+    context of an iteration, such as `RunControl.iteration`.
     """
     while not state.progress.finished:
-        after_iteration(iterate(state, reference_policy, prompts, scorer, before_update))
+        with around():
+            metrics = iterate(state, reference_policy, prompts, scorer, before_update)
+        after_iteration(metrics)
 
 
 def iterate(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import TrainingError
-from ppo_rlhf.ppo.checkpoint_schedule import CheckpointSchedule
-from ppo_rlhf.ppo.kl_alarms import kl_alarms
-from ppo_rlhf.ppo.stop_requests import RunRequests
+from ppo_rlhf.ppo.kl_alarms import KLAlarms
+from ppo_rlhf.ppo.stop_requests import RunRequests, Stop
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +50,16 @@ class Progress:
     # Metrics of each complete iteration; the key `iteration` has the iteration's number
     history: list[dict[str, float]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)  # clock that times the parts of the current iteration
-    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)  # when a checkpoint is due
     updating: bool = False  # True from an iteration's first optimiser step until the iteration is complete
-    requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run, to save and to evaluate
+    requests: RunRequests = field(default_factory=RunRequests)  # requests to stop the run and to evaluate
     # Iteration of the best evaluation so far (0: SFT's), whose checkpoint is kept; None unless
     # `evaluation.on_exploitation` is `stop`
     best_evaluation: int | None = None
     # Iteration whose policy and critic were loaded after the end of training; None: they are those of `iteration`
     loaded_iteration: int | None = None
+
+    def __post_init__(self) -> None:
+        self._alarms = KLAlarms(self.config)
 
     @property
     def total_iterations(self) -> int:
@@ -75,29 +76,30 @@ class Progress:
         """The iteration that the policy is of: the last one, unless `load_best` went back to the best evaluation."""
         return self.iteration if self.loaded_iteration is None else self.loaded_iteration
 
-    @property
-    def checkpoint_due(self) -> bool:
-        """Whether to save a checkpoint now (`checkpoint_schedule`)."""
-        is_asked = self.finished or self.requests.ask_to_save
-        return self.schedule.is_due(self.config, self.iteration, is_asked=is_asked)
-
     def complete(self, metrics: dict[str, float]) -> None:
         """Complete an iteration with these metrics: count it, add it to the history, and log alarms."""
         self.iteration += 1
         self.episode += self.config.batch_size
         self.history.append({"iteration": float(self.iteration), **metrics})
-        for line in kl_alarms(self.config, self.history):
+        for line in self._alarms.after(self.history[-1]):
             log.warning(line)
         self.updating = False
-        minutes = self.config.save_interval_minutes
-        self.requests.agree(save_by_time=self.schedule.is_due_by_time(minutes, self.iteration, self.clock.started))
+
+    def restore_history(self, history: list[dict[str, float]]) -> None:
+        """Replace the history by that of a checkpoint; the alarms of its iterations were logged when they ran."""
+        self.history, self._alarms = history, KLAlarms(self.config)
+        for row in history:
+            self._alarms.after(row)
+
+    def share_requests(self) -> Stop | None:
+        """Return what asked any process to stop a run that has not finished, or None; every process calls this."""
+        return self.requests.share(None if self.finished else self.config.max_time)
 
     def update_left(self) -> float | None:
-        """Return about how many seconds the rest of this update and a checkpoint take; None in the first update."""
+        """Return about how many seconds the rest of this update takes; None in the first update."""
         if not self.history:
             return None
-        left = self.history[-1]["time/optimise_s"] - (time.perf_counter() - self.clock.entered)
-        return max(0.0, left) + self.schedule.save_seconds
+        return max(0.0, self.history[-1]["time/optimise_s"] - (time.perf_counter() - self.clock.entered))
 
     def check_whole(self) -> None:
         """Raise `TrainingError` if an update or the loading of a checkpoint was interrupted."""

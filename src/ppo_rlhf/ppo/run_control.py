@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import EXPORTED
 from ppo_rlhf.runtime.progress_display import Show, say
-from ppo_rlhf.runtime.signals import grace, time_is_over
+from ppo_rlhf.runtime.signals import grace
 from ppo_rlhf.runtime.stop_exceptions import StopBeforeUpdate, TerminationSignal
 
 if TYPE_CHECKING:
     from ppo_rlhf.ppo.callbacks import Callbacks
+    from ppo_rlhf.ppo.checkpointer import Checkpointer
     from ppo_rlhf.ppo.progress import Progress
+    from ppo_rlhf.ppo.stop_requests import Stop
 
 
 EVALUATING = "in the evaluation of iteration"
@@ -41,25 +43,20 @@ class RunControl(ABC):
     """Function that shows an iteration on the screen; must be set before the first iteration."""
 
     def __init__(
-        self, progress: Progress, callbacks: Callbacks, save: Callable[[], None], *, keeps_best: bool = False
+        self, progress: Progress, callbacks: Callbacks, checkpointer: Checkpointer, *, keeps_best: bool = False
     ) -> None:
-        """Prepare the control of a run; `save` saves the current iteration.
+        """Prepare the control of a run.
 
         `keeps_best` is True with `evaluation.on_exploitation=stop`: the best evaluation has a checkpoint, and an
         evaluation can end the run.
         """
-        self.progress, self.callbacks, self.save, self._keeps_best = progress, callbacks, save, keeps_best
+        self.progress, self.callbacks, self.checkpointer = progress, callbacks, checkpointer
+        self._keeps_best = keeps_best
+        self.grace_s: float | None = progress.config.shutdown_grace_s  # None: without limit
+        self._saving = " and saving it" if checkpointer.has_folder else ""
         # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
         self._block: tuple[str, int] | None = None
         self._is_long_said = False
-
-    @abstractmethod
-    def save_if_due(self) -> bool:
-        """Save the iteration if a checkpoint is due, and return whether it was saved."""
-
-    def save_start(self) -> None:
-        """Save the models that the run starts from; called only with `keeps_best`."""
-        self.save()
 
     @abstractmethod
     def evaluate(self) -> Mapping[str, Any] | None:
@@ -79,11 +76,12 @@ class RunControl(ABC):
         """
         if self._keeps_best and self.progress.best_evaluation is None:
             self.progress.best_evaluation = 0
-            self.save_start()
+            self.checkpointer.save()  # the models that the run starts from
         if not self.progress.finished:
             self.callbacks.begin()
         if is_resumed:
-            row = self.evaluate()
+            with self.stoppable(f"{EVALUATING} {self.progress.iteration}"):
+                row = self.evaluate()
             self._heed(row)
             self.callbacks.evaluated(row)
 
@@ -96,7 +94,8 @@ class RunControl(ABC):
             BaseException: The run was asked to stop (`interruption`); the iteration is saved.
         """
         self.show(self.progress.iteration, metrics)
-        self.callbacks.iteration_ended(metrics, is_saved=self.save_if_due())
+        self.checkpointer.iteration_ended()
+        self.callbacks.iteration_ended(metrics)
         self._stop_if_asked()
         with self.stoppable(f"{EVALUATING} {self.progress.iteration}"):
             row = self.evaluate()
@@ -113,13 +112,17 @@ class RunControl(ABC):
         if not self._keeps_best or progress.requests.restore_best:
             return
         now = row if row and row["iteration"] == progress.iteration else {}
-        is_better, ends, is_saved = processes.from_main((is_best(now), EXPORTED in now, self.callbacks.is_saved))
+        is_better, ends = processes.from_main((is_best(now), EXPORTED in now))
         if is_better:
             progress.best_evaluation = progress.iteration
         progress.requests.end |= ends
         progress.requests.restore_best = ends
-        if ends or (is_better and not is_saved):
+        if ends or (is_better and not self.checkpointer.is_saved):
             self.callbacks.save()
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Return the context of the next iteration, which a first signal ends, except during the update."""
+        return self.stoppable(f"before the update of iteration {self.progress.iteration + 1}")
 
     @contextmanager
     def stoppable(self, what: str) -> Iterator[None]:
@@ -131,9 +134,9 @@ class RunControl(ABC):
         self._block = what, self.progress.iteration
         try:
             yield
-        except StopBeforeUpdate:
-            self._save_if_new()
-            raise
+        except StopBeforeUpdate as stop:
+            self.checkpointer.save_if_new()
+            raise self.interruption(stop.signum, "") from stop
         finally:
             self._block = None
 
@@ -149,14 +152,15 @@ class RunControl(ABC):
         progress.requests.signum = signum
         name, second = signal.Signals(signum).name, "a second signal stops at once."
         if block is None or block[1] != progress.iteration or progress.updating:
-            what = f"finishing iteration {progress.iteration} and saving it"
+            what = f"finishing iteration {progress.iteration}{self._saving}"
             if progress.updating:
-                limit = grace(signum, progress.config.shutdown_grace_s)
-                what = f"finishing iteration {progress.iteration + 1} and saving it {in_about(progress, limit)}"
+                limit = grace(signum, self.grace_s)
+                what = f"finishing iteration {progress.iteration + 1}{self._saving} {self._in_about(limit)}"
             return f"{name}: {what}, then stopping; {second}", None
         is_alone = processes.process_count() == 1
-        where, limit = "", grace(signum, progress.config.shutdown_grace_s)
+        where, limit = "", grace(signum, self.grace_s)
         kept = f"iteration {progress.iteration} is saved" if progress.iteration else "no iteration is complete"
+        kept = kept if self.checkpointer.has_folder else "nothing is saved, as there is no folder"
         if not is_alone:
             where = ", where the processes next meet"
             kept += f" if they meet within {limit:.0f} s" if limit is not None and progress.iteration else ""
@@ -177,33 +181,25 @@ class RunControl(ABC):
             "ppo.shutdown_grace_s, and the time that your platform waits."
         )
 
-    def _save_if_new(self) -> None:
-        """Save the last iteration, in all processes, unless it has a checkpoint."""
-        if not processes.from_main(self.callbacks.is_saved):
-            self.save()
-
     def _stop_if_asked(self) -> None:
         """Save the iteration and raise `interruption` if a signal or the end of `max_time` asked a process to stop."""
-        signum = self.progress.requests.signum
-        over = time_is_over(self.progress.config.max_time) if signum is None and not self.progress.finished else ""
-        if over:
-            signum = signal.SIGTERM
-        requests = [(number, why) for number, why in processes.from_all((signum, over)) if number is not None]
-        if not requests:
+        stop: Stop | None = self.progress.share_requests()
+        if stop is None:
             return
-        signum, why = requests[0]
+        signum, why = stop
         if why:
             say(f"{why} are over: iteration {self.progress.iteration} is saved, and the run stops.")
-        self._save_if_new()
+        self.checkpointer.save_if_new()
         raise self.interruption(signum, why)
 
-
-def in_about(progress: Progress, limit: float | None) -> str:
-    """Return in how many seconds the update that runs will be saved, and whether a limit of seconds ends before."""
-    left = progress.update_left()
-    if left is None:
-        return "(the first update, whose time is not known)"
-    text = f"in about {left:.0f} s"
-    if limit is None or left <= limit:
-        return text
-    return f"{text} (shutdown_grace_s={limit:g} ends before: then the run stops, and resumes from its last checkpoint)"
+    def _in_about(self, limit: float | None) -> str:
+        """Return in how many seconds the update that runs will be saved, and whether a limit of seconds ends before."""
+        left = self.checkpointer.update_left()
+        if left is None:
+            return "(the first update, whose time is not known)"
+        text = f"in about {left:.0f} s"
+        if limit is None or left <= limit:
+            return text
+        return (
+            f"{text} (shutdown_grace_s={limit:g} ends before: then the run stops, and resumes from its last checkpoint)"
+        )

@@ -26,6 +26,9 @@ EXPORTED = "eval/since_best_exported"
 """Key of the evaluation that stopped a run because its policy exploits its reward: the iteration whose policy is
 exported."""
 
+IS_LAST = "is_last"
+"""Key of a logged evaluation after which training is over."""
+
 SET = "set"
 """Tag of an MLflow run: the parameters set on the command line, or for a training of a sweep the parameters of its
 grid."""

@@ -60,6 +60,19 @@ def publish(draft: Path, target: Path, *, replaces_folder: bool = False) -> None
     sync(target.parent)
 
 
+def replace_text(target: Path, text: str) -> None:
+    """Write a small file that only this process writes, by a rename and without a sync: a kill leaves it old or new.
+
+    A loss of power may leave the old text: for what can be found out again, such as how far a copy has come.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    draft = target.with_name(f".{target.name}.new")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(target)
+
+
 def discard(folder: Path) -> None:
     """Delete a folder, after renaming it, so that other processes never see a partly deleted folder."""
     with drafted(folder) as draft:

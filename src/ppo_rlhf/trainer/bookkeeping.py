@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.evaluation.during_training import is_due
 from ppo_rlhf.ppo.callbacks import Callbacks
+from ppo_rlhf.ppo.checkpointer import Checkpointer
 from ppo_rlhf.ppo.experience import Experience, completion_rows
 from ppo_rlhf.ppo.learner import Learner
 from ppo_rlhf.ppo.precision import precision_warning
-from ppo_rlhf.ppo.progress import Progress
-from ppo_rlhf.ppo.run_control import RunControl, in_about
+from ppo_rlhf.ppo.run_control import RunControl
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.processes import is_main_process
 from ppo_rlhf.runtime.progress_display import Lines, Show, progress_bar, say
@@ -39,29 +39,23 @@ class Bookkeeper(RunControl):
         self,
         state: TrainingState,
         callbacks: Callbacks,
-        save: Callable[[], None],
+        checkpointer: Checkpointer,
         show: Show,
         *,
         held_out: HeldOut | None,
         directory: Path | None,
     ) -> None:
         keeps_best = held_out is not None and held_out.on_exploitation == "stop"
-        super().__init__(state.progress, callbacks, save, keeps_best=keeps_best)
+        super().__init__(state.progress, callbacks, checkpointer, keeps_best=keeps_best)
         self._tokenizer = state.sampler.tokenizer
         self.show, self._held_out, self._directory = show, held_out, directory
+        self.grace_s = None
 
     def before_update(self, experience: Experience) -> None:
         """Write this iteration's completions to the directory, if completions of this iteration are to be logged."""
         is_sampled = self.progress.config.samples(experience.rollouts.iteration)
         if is_sampled and self._directory is not None and is_main_process():
             write_completions(self._directory, completion_rows(experience, self._tokenizer))
-
-    def save_if_due(self) -> bool:
-        """Save a checkpoint if a checkpoint is due and there is a directory; return whether a checkpoint was saved."""
-        is_saved = self._directory is not None and self.progress.checkpoint_due
-        if is_saved:
-            self.save()
-        return is_saved
 
     def evaluate(self) -> Mapping[str, Any] | None:
         """Evaluate the policy on the held-out prompts if an evaluation is due; return its log row, else None."""
@@ -74,6 +68,29 @@ class Bookkeeper(RunControl):
         """Return the exception that ends training: KeyboardInterrupt, or RunInterruptedError with the reason `why`."""
         return RunInterruptedError(signum, why) if why else KeyboardInterrupt()
 
+    @contextmanager
+    def heeding_ctrl_c(self) -> Iterator[None]:
+        """Let the first Ctrl-C within the block ask the run to stop (`ask`); the second raises KeyboardInterrupt.
+
+        A SIGINT handler other than Python's default is kept.
+        """
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        try:
+            with (
+                raising_on_signals([signal.SIGINT], lambda signum: KeyboardInterrupt()),
+                finishing_first(None, self.ask, _say_on_stderr),
+            ):
+                yield
+        finally:
+            self.progress.requests.signum = None
+
+
+def _say_on_stderr(line: str) -> None:
+    if is_main_process():
+        print(f"\n{line}", file=sys.stderr)  # a bar takes what is printed and puts it above itself
+
 
 @contextmanager
 def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
@@ -84,10 +101,7 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
     """
     lines = Lines(state.progress.iteration, state.progress.total_iterations, LINE_INTERVAL_S)
     try:
-        with (
-            _finishing_updates(state.progress),
-            nullcontext() if log.hasHandlers() else progress_bar(lines) as show_in_bar,
-        ):
+        with nullcontext() if log.hasHandlers() else progress_bar(lines) as show_in_bar:
 
             def show(iteration: int, metrics: Mapping[str, float]) -> None:
                 lines.show(iteration, metrics)
@@ -110,38 +124,6 @@ def watched(state: TrainingState, directory: Path | None) -> Iterator[Show]:
         except CheckpointError as error:
             log.warning("%s", error)
         raise
-
-
-@contextmanager
-def _finishing_updates(progress: Progress) -> Iterator[None]:
-    """Let the first Ctrl-C during a PPO update stop training after the current iteration: half an update cannot be
-    saved. Outside of an update the first Ctrl-C raises KeyboardInterrupt, and so does a second Ctrl-C.
-
-    A SIGINT handler other than Python's default is kept.
-    """
-
-    def ask(signum: int) -> tuple[str, KeyboardInterrupt | None]:
-        if not progress.updating:
-            return "", KeyboardInterrupt()
-        progress.requests.signum = signum
-        what = f"finishing iteration {progress.iteration + 1} {in_about(progress, None)}"
-        return f"\nCtrl-C: {what}, then stopping; a second one stops at once.", None
-
-    def say_on_stderr(line: str) -> None:
-        if is_main_process():
-            print(line, file=sys.stderr)  # a bar takes what is printed and puts it above itself
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    try:
-        with (
-            raising_on_signals([signal.SIGINT], lambda signum: KeyboardInterrupt()),
-            finishing_first(None, ask, say_on_stderr),
-        ):
-            yield
-    finally:
-        progress.requests.signum = None
 
 
 def verdict_line(metrics: Mapping[str, float]) -> str:

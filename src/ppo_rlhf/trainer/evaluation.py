@@ -12,7 +12,7 @@ import pandas as pd
 from torch import nn
 from transformers import PreTrainedModel
 
-from ppo_rlhf.checkpoints.evaluations import add_evaluation, read_evaluations
+from ppo_rlhf.checkpoints.evaluations import read_evaluations
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.during_training import evaluate_iteration, evaluator_of
@@ -32,6 +32,7 @@ from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST, RewardScorer
+from ppo_rlhf.runtime.metrics_file import metrics_of
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.runtime.user_functions import RewardFunction, load_function
 from ppo_rlhf.trainer.inputs import probe_batch
@@ -186,7 +187,7 @@ class HeldOut:
         row, evaluated = self._evaluate(self._evaluator, self._sft, self.rows, self.on_exploitation)
         self.rows = [*(earlier for earlier in self.rows if earlier["iteration"] != row["iteration"]), row]
         if directory is not None and is_main_process():
-            add_evaluation(directory, row)
+            metrics_of(directory).add_evaluation(row)
         return _evaluated(row, evaluated, self._sft)
 
     def resume(self, directory: Path, iteration: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from ppo_rlhf.checkpoints import files
+from ppo_rlhf.checkpoints.store import mark_of
 from ppo_rlhf.core.errors import CheckpointError, ConfigError
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.runtime.locks import lock_run
+from ppo_rlhf.runtime.metrics_file import metrics_of
 from ppo_rlhf.runtime.processes import is_main_process, on_main
 from ppo_rlhf.runtime.progress_display import say
 
@@ -34,19 +36,29 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def claim(folder: Path, run_folders: set[Path]) -> None:
-    """Add a folder to `run_folders`, the folders that hold this run.
+def claim(folder: Path, run_folders: Mapping[Path, Path | None]) -> None:
+    """Let the run go on in a folder: the lines of its metrics.jsonl behind the run's checkpoint are set aside.
+
+    `run_folders` are the folders that hold this run, each with the checkpoint at which the run goes on; None: there the
+    run is in step. The main process calls `claim`.
 
     Raises:
-        ConfigError: The folder holds another run.
+        ConfigError: The folder holds another run, or a newer checkpoint of this run.
+        CheckpointError: metrics.jsonl is damaged.
     """
-    newest = on_main(lambda: files.checkpoint_iterations(folder))[-1:]
-    if newest and folder.resolve() not in run_folders:
+    home = folder.resolve()
+    newest = files.checkpoint_iterations(folder)[-1:]
+    if newest and home not in run_folders:
         raise ConfigError(
             f"{folder} holds another run, up to iteration {newest[0]}: resume that run with "
             "train(resume_from_checkpoint=True, output_dir=…), or give this run another folder"
         )
-    run_folders.add(folder.resolve())
+    checkpoint = run_folders.get(home)
+    if checkpoint is None and home in run_folders:
+        return
+    if checkpoint is not None:
+        files.check_newest(checkpoint)
+    metrics_of(folder).cut(mark_of(checkpoint, folder))
 
 
 def checkpoint_to_resume(resume_from: str | Path | bool, output_dir: Path | None) -> Path:

@@ -26,7 +26,7 @@ from ppo_rlhf.checkpoints.exports import exported_critic, exported_policy
 from ppo_rlhf.checkpoints.files import checkpoint_name
 from ppo_rlhf.checkpoints.model_card import may_write_card, render_card, render_critic_card
 from ppo_rlhf.checkpoints.restore import MENDABLE, printed_date, restore
-from ppo_rlhf.checkpoints.store import check_best, load_best, write_checkpoint
+from ppo_rlhf.checkpoints.store import check_best, check_kept_best, load_best, write_checkpoint
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, TrainingError
 from ppo_rlhf.core.fingerprints import fingerprint
@@ -36,6 +36,7 @@ from ppo_rlhf.models.directories import CONFIG
 from ppo_rlhf.models.origins import CRITIC
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.callbacks import Callbacks, checked, own_callbacks, reporting_callbacks
+from ppo_rlhf.ppo.checkpointer import Checkpointer
 from ppo_rlhf.ppo.precision import device_of, with_dtype
 from ppo_rlhf.ppo.rollouts import measure
 from ppo_rlhf.ppo.run_setup import build_state, check_device
@@ -172,7 +173,8 @@ class PPOTrainer:
         critic_origins = () if value_model is None else (model_origin(value_model, CRITIC),)
         rewards = () if self._scorer is None else self._scorer.made_from
         self.state.made_from = (*start.made_from, *rewards, *critic_origins)
-        self._folders: set[Path] = set()  # folders in which this run has saved checkpoints
+        # The folders that hold this run, each with the checkpoint at which the run goes on there; None: it is in step
+        self._folders: dict[Path, Path | None] = {}
         self.held_out: HeldOut | None = None
         if held_out is not None and self._scorer is not None:
             by_reward = judge_function is None or is_reward(judge_function, reward)
@@ -355,10 +357,13 @@ class PPOTrainer:
                 self.load_checkpoint(checkpoint_to_resume(resume_from_checkpoint, directory))
             self._check_ready("train")
             if directory is not None:
-                claim(directory, self._folders)
+                self._claim(directory)
                 if stops and self.state.progress.iteration:
-                    check_best(directory, self.state.progress)
-            state, save, can_evaluate = self.state, partial(self._save, directory), self.held_out is not None
+                    check_kept_best(self.state.progress)
+            state, can_evaluate = self.state, self.held_out is not None
+            checkpointer = Checkpointer(
+                state.progress, directory, None if directory is None else partial(self._save, directory)
+            )
             callbacks = Callbacks(
                 state.learner,
                 state.sampler,
@@ -366,14 +371,17 @@ class PPOTrainer:
                 self._callbacks,
                 self._reporting,
                 directory,
-                save,
+                checkpointer,
                 can_evaluate=can_evaluate,
             )
             with closing(callbacks), watched(state, directory) as show, ending_together(), ending_children():
-                books = Bookkeeper(state, callbacks, save, show, held_out=self.held_out, directory=directory)
-                books.begin(is_resumed=bool(resume_from_checkpoint) and state.progress.iteration > 0)
-                models_and_data = state, self.reference_policy, self._prompts, self._scorer
-                loop.train(*models_and_data, books.after_iteration, books.before_update)
+                books = Bookkeeper(state, callbacks, checkpointer, show, held_out=self.held_out, directory=directory)
+                with books.heeding_ctrl_c():
+                    books.begin(is_resumed=bool(resume_from_checkpoint) and state.progress.iteration > 0)
+                    if directory is not None and stops:
+                        check_best(directory, state.progress)
+                    models_and_data = state, self.reference_policy, self._prompts, self._scorer
+                    loop.train(*models_and_data, books.after_iteration, books.before_update, books.iteration)
                 if directory is not None and stops:
                     load_best(directory, state.learner, state.progress)
                 callbacks.end()
@@ -456,7 +464,7 @@ class PPOTrainer:
             ConfigError: `output_dir` holds another run.
         """
         folder = Path(output_dir).expanduser()
-        claim(folder, self._folders)
+        self._claim(folder)
         on_main(partial(write_checkpoint, folder, self.state))
         return folder / checkpoint_name(self.state.progress.iteration)
 
@@ -470,16 +478,21 @@ class PPOTrainer:
         checkpoint = Path(directory).expanduser()
         restore(self.state, checkpoint)
         folder = checkpoint.resolve().parent
-        self._folders.add(folder)
+        self._folders = {folder: checkpoint}
         if self.held_out is not None:
             self.held_out.resume(folder, self.state.progress.iteration)
         self._sampler.start_iteration()
 
+    def _claim(self, folder: Path) -> None:
+        on_main(partial(claim, folder, self._folders))
+        self._folders[folder.resolve()] = None
+
     def _save(self, directory: Path | None) -> None:
-        if directory is not None:
-            self.save_checkpoint(directory)
-            if is_main_process():
-                prune_run(directory, self.config, self.state.progress.iteration, self.state.progress.best_evaluation)
+        if directory is None:
+            return
+        self.save_checkpoint(directory)
+        if is_main_process():
+            prune_run(directory, self.config, self.state.progress.best_evaluation)
 
     def _check_ready(self, call: str) -> None:
         if not torch.is_grad_enabled():

@@ -19,6 +19,7 @@ from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.rewards.config import RewardConfig
+from ppo_rlhf.runtime.names import IS_LAST
 
 ERRORS = {error.__name__: error for error in (ZeroDivisionError, SystemExit, asyncio.CancelledError, RewardError)}
 NONE: Any = None
@@ -81,17 +82,15 @@ def list_completions(
 
 
 def optimise_policy(training_state: TrainingState, experience: float) -> dict[str, object]:
-    training_state.progress.iteration += 1
+    progress = training_state.progress
+    progress.iteration += 1
     stop_at = os.environ.get("TOY_SIGNAL_AT")  # "2:SIGTERM"
-    if stop_at and stop_at.startswith(f"{training_state.progress.iteration}:"):
+    if stop_at and stop_at.startswith(f"{progress.iteration}:"):
         os.kill(os.getpid(), signal.Signals[stop_at.split(":")[1]])
-    if os.environ.get("TOY_FAIL_AT") == str(training_state.progress.iteration):
+    if os.environ.get("TOY_FAIL_AT") == str(progress.iteration):
         raise ERRORS[os.environ.get("TOY_ERROR", "ZeroDivisionError")]("the update went wrong")
-    training_state.progress.requests.agree(save_by_time=False)
-    metrics = {
-        "objective/scores": training_state.progress.iteration / 4,
-        "episode": 8.0 * training_state.progress.iteration,
-    }
+    metrics = {"objective/scores": progress.iteration / 4, "episode": 8.0 * progress.iteration}
+    progress.history.append({"iteration": float(progress.iteration), **metrics})
     return {"state": training_state, "metrics": metrics, "checkpoint": training_state}
 
 
@@ -102,10 +101,11 @@ def train_settings(ppo: PPOConfig) -> list[dict[str, float]]:
 
 
 def evaluate_iteration(next_training_state: TrainingState) -> dict[str, float]:
-    if next_training_state.progress.iteration % 2 and not next_training_state.progress.finished:
+    progress = next_training_state.progress
+    if progress.iteration % 2 and not progress.finished:
         return {}
     measured = {"eval/win_rate": 0.5, "eval/reward_sft": -1.0, "eval/reward_se": 0.25}
-    return {"iteration": float(next_training_state.progress.iteration), **measured}
+    return {"iteration": float(progress.iteration), **measured, **({IS_LAST: True} if progress.finished else {})}
 
 
 def export_policy(next_training_state: TrainingState) -> TrainedModel:
