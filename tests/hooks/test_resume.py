@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import sqlite3
@@ -28,6 +27,8 @@ from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import LoggedModel, LoggedModelStatus, Param, Run, RunData, RunInfo, RunTag
+from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
+from mlflow.utils.file_utils import local_file_uri_to_path
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.config import PPOConfig
@@ -180,11 +181,29 @@ def error(result: Result) -> str:
 def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was_moved(toy: Toy, tmp_path: Path):
     run_id = toy.interrupted()
     tags = toy.get(run_id).data.tags
-    assert (tags["project_path"], tags["checkpoints"]) == (str(toy.project), str(toy.root))
+    assert (tags["project_path"], tags["checkpoints"]) == (str(toy.project), "data/06_models/ppo_checkpoints")
     moved = Toy(toy.project.rename(tmp_path / "moved"), toy.invoke, toy.monkeypatch)
-    assert moved.run(f"resume={run_id}").info.status == "FINISHED"
-    assert moved.get(run_id).data.tags["checkpoints"] == str(moved.root)
-    assert moved.run(pipelines="supervised_finetuning").data.tags["checkpoints"] == "none"
+    _artifact_repos_cache.clear()  # by which MLflow remembers the artifacts' places within a process
+    run = moved.run(f"resume={run_id}")
+    assert run.info.status == "FINISHED"
+    assert local_file_uri_to_path(run.info.artifact_uri) == str(moved.project / "mlartifacts" / run_id / "artifacts")
+    assert not toy.project.exists()
+    assert (moved.root / run_id / "run.json").is_file()
+
+
+def test_each_run_has_a_folder_with_its_lock_and_what_it_reads_and_writes(toy: Toy):
+    def left(run: Run) -> dict[str, Any]:
+        assert (toy.root / run.info.run_id / "run.lock").is_file()
+        return dict(json.loads((toy.root / run.info.run_id / "run.json").read_text()))
+
+    trained = left(toy.run(pipelines="supervised_finetuning"))
+    (version,) = (toy.root.parent / "sft_policy").iterdir()
+    assert trained == {"can_resume": False, "reads": [], "writes": [f"data/06_models/sft_policy/{version.name}"]}
+    aligned = left(toy.run())
+    (policy,) = (toy.root.parent / "ppo_policy").iterdir()
+    assert aligned["can_resume"] is True
+    assert aligned["reads"] == ["data/01_raw/prompts.jsonl", "src/toy_ppo/rewards.py"]
+    assert aligned["writes"] == [f"data/06_models/ppo_policy/{policy.name}"]
 
 
 # --- runs that ended without a word
@@ -195,10 +214,10 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
 ):
     toy.killed_at("ppo_rlhf.runner._iterate")
     (killed,) = (run.info.run_id for run in toy.runs())
-    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
-    alive, elsewhere = toy.left(**place), toy.left(**{**place, "host": "vm-7"})
+    place = {"checkpoints": toy.get(killed).data.tags["checkpoints"]}
+    alive, elsewhere = toy.left(**place), toy.left(**place)
     below = toy.left(**{"mlflow.parentRunId": killed})
-    (toy.root / elsewhere / "run.lock").write_text("")
+    (toy.root / elsewhere).rmdir()  # its folder is on another host
     newer = 4_000_000_000  # later than the run's start
     os.utime(toy.root / killed, (newer, newer))
     with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):
@@ -215,7 +234,7 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
 def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: Toy):
     """The file system's clock may be behind."""
     started = 10**12
-    run = toy.left(host=platform.node(), project_path=str(toy.project), checkpoints=str(toy.root), start_time=started)
+    run = toy.left(checkpoints=str(toy.root), start_time=started)
     (toy.root / run / "run.lock").write_text("")
     os.utime(toy.root / run, (1.0e8, 1.0e8))
     toy.run(pipelines="supervised_finetuning")
@@ -225,7 +244,7 @@ def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: 
 def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy):
     toy.killed_at("ppo_rlhf.runner._iterate")
     (killed,) = (run.info.run_id for run in toy.runs())
-    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
+    place = {"checkpoints": toy.get(killed).data.tags["checkpoints"]}
     alive, dead = (toy.left(**place, **{"mlflow.parentRunId": killed}) for _ in range(2))
     (toy.root / dead).mkdir(exist_ok=True)
     (toy.root / dead / "run.lock").write_text("")
@@ -298,7 +317,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     (toy.root / toy.left()).rmdir()  # of another machine
     (toy.root / toy.left(host="elsewhere", project_path=str(toy.project))).rmdir()
     # From another container with this host name and path, on another disk, where the run begins just now
-    (toy.root / toy.left(host=platform.node(), project_path=str(toy.project))).rmdir()
+    (toy.root / toy.left(project_path=str(toy.project))).rmdir()
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")

@@ -31,9 +31,9 @@ from ppo_rlhf.runtime.processes import process_count
 
 PREFIX = "params:"
 DTYPE = "ppo.dtype"
-HOST, PROJECT_PATH = "host", "project_path"
-CHECKPOINTS, NONE = "checkpoints", "none"
-"""The tag with the folder of all runs' checkpoints, and the tag's value for a run without checkpoints."""
+PROJECT_PATH = "project_path"
+INPUT_PATH = re.compile(r"data\..+\.path")
+"""The tags with the path of an input, or its name on the hub."""
 PROCESSES = "launch.processes"
 """The tag with the number of a run's processes."""
 DIGITS = 8  # number of digits of a fingerprint to log: MLflow allows 36, but 36 digits are too long for MLflow's pages
@@ -109,7 +109,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     tags |= {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
-        HOST: platform.node(),
+        "host": platform.node(),
         PROCESSES: str(process_count()),
         **_git_tags(project_path),
         "version.python": platform.python_version(),
@@ -123,11 +123,6 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
     params, tags = ({key: without_secrets(text) for key, text in texts.items()} for texts in (params, tags))
     return RunDescription(params, tags, without_secrets(name), chosen_here)
-
-
-def place_of(tags: Mapping[str, str]) -> str | None:
-    """Return `host:project_path` from the tags of a run; None if a tag is missing."""
-    return f"{tags[HOST]}:{tags[PROJECT_PATH]}" if {HOST, PROJECT_PATH} <= tags.keys() else None
 
 
 def _given(run_params: Mapping[str, Any]) -> str:
