@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -223,9 +222,7 @@ def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
 @pytest.mark.slow
 def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     commands: list[list[str]] = []
-    monkeypatch.setattr(
-        "kedro_mlflow.framework.cli.cli.subprocess", SimpleNamespace(call=lambda command: commands.append(command))
-    )
+    monkeypatch.setattr("ppo_rlhf.cli.servers.run_together", commands.append)
     (toy_project / "mlflow.db").unlink()
     result = kedro(toy_project, "mlflow", "ui")
     assert result.exit_code == 0, result.output
