@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -25,6 +24,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
+from ppo_rlhf.runtime.manifests import sha256_of
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
 from ppo_rlhf.runtime.paths import below_project, path_of
 from ppo_rlhf.runtime.processes import process_count
@@ -238,7 +238,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():
-            tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
+            tags[f"data.{name}.fingerprint"] = sha256_of(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
             # Pin the model's version, because another run may write a newer version before this run reads the model.
@@ -269,10 +269,5 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
         files = (file for path in modules for file in (path.with_suffix(".py"), path / "__init__.py"))
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
-            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": _sha256(file)}
+            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": sha256_of(file)}
     return tags
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:  # hash the file in chunks, because the file may be larger than the memory
-        return hashlib.file_digest(file, "sha256").hexdigest()
