@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import webbrowser
 from collections.abc import Callable
 from typing import Any
 
+import click
 from kedro_mlflow.framework.cli.cli import ui
 from kedro_viz.launchers.cli.run import run as viz_run
 
@@ -37,7 +37,7 @@ def _mlflow_ui(env: str, port: str | None, host: str | None) -> None:
     settings = context_here(env).mlflow
     uri = settings.server.mlflow_tracking_uri
     if uri.startswith("http"):
-        webbrowser.open(uri)
+        click.launch(uri)
         return
     follow_artifacts(uri, settings.tracking.experiment.create_experiment_kwargs.artifact_location)
     command = ["mlflow", "ui", "--backend-store-uri", uri]
