@@ -28,7 +28,7 @@ with_one_line_errors(run_together, [sys.executable, "-c", {SERVER!r}])
 """
 
 
-def test_sigterm_to_the_command_ends_the_server_with_the_processes_that_it_has_started():
+def test_sigterm_to_the_command_ends_the_server_with_the_processes_that_it_has_started() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as command:
@@ -42,7 +42,7 @@ def test_sigterm_to_the_command_ends_the_server_with_the_processes_that_it_has_s
         assert alive == []
 
 
-def test_each_environment_has_a_status_of_its_own_in_kedro_viz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_environment_has_a_status_of_its_own_in_kedro_viz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kedro_viz.api.rest.responses import run_events
     from kedro_viz.integrations.kedro import run_hooks
 

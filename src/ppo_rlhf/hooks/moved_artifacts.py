@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def follow_artifacts(uri: str, folder: str | None) -> None:
     """Correct the paths of artifacts in MLflow's sqlite file if the project's folder was moved or copied.
 
-    Only artifacts beside the sqlite file, where `place_in_project` places them, are followed, and only if the folder of
-    one of the runs is there.
+    Only artifacts beside the sqlite file, where `place_in_project` places them, are followed, and only if the former
+    folder is gone, or the folder of one of the runs is there.
 
     Args:
         uri: The address of the tracking store.
@@ -52,7 +52,7 @@ def follow_artifacts(uri: str, folder: str | None) -> None:
             begins = f"{location}/"
             uris = connection.execute("SELECT artifact_uri FROM runs").fetchall()
             runs = {text.removeprefix(begins).partition("/")[0] for (text,) in uris if text and text.startswith(begins)}
-            if not any((here / run).is_dir() for run in runs):
+            if former.is_dir() and not any((here / run).is_dir() for run in runs):
                 continue
             for old, new in ((str(former), str(here)), (former.as_uri(), here.as_uri())):
                 for table, column in COLUMNS:

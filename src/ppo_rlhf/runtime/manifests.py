@@ -6,7 +6,7 @@ import hashlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ppo_rlhf.core.errors import CheckpointError
 
@@ -82,4 +82,4 @@ def _size_and_hash(path: Path) -> tuple[int, str]:
 def sha256_of(file: Path | BinaryIO) -> str:
     """Return the SHA-256 of a file, which is read in pieces, because it may be larger than the memory."""
     with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        return hashlib.file_digest(cast(Any, opened), "sha256").hexdigest()
