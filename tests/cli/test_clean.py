@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -18,10 +17,13 @@ from click.testing import Result
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelStatus
 
+from ppo_rlhf.hooks.run_record import RunRecord
 from tests.conftest import REPOSITORY
 
 Kedro = Callable[..., Result]
 
+RUNS = "data/06_models/ppo_checkpoints"
+ELSEWHERE = "of other projects, or without a folder here"
 VERSIONS = ("2026-01-01T00.00.01.000Z", "2026-01-01T00.00.02.000Z", "2026-01-01T00.00.03.000Z")
 
 
@@ -43,34 +45,50 @@ class Recorded:
         (folder / "model.safetensors").write_bytes(bytes(1_000_000))
         return str(folder)
 
-    def run(self, status: str = "FINISHED", *, environment: str = "local", trained: bool = True, **tags: str) -> str:
-        """Record the youngest run, with a report and an artifact; if trained, also with a checkpoint and a model.
+    def run(
+        self,
+        status: str = "FINISHED",
+        *,
+        environment: str = "local",
+        trained: bool = True,
+        root: str = RUNS,
+        reads: str = "",
+        writes: str = "",
+        **tags: str,
+    ) -> str:
+        """Record the youngest run, with a report and an artifact; if trained, also with a checkpoint.
 
         Args:
             status: MLflow's.
             environment: Kedro's.
-            trained: Whether it has a folder among the checkpoints.
-            tags: `reads` and `writes`: paths of models; other tags by their name, empty for none.
+            trained: Whether it has checkpoints, from which it can be resumed.
+            root: The folder of all runs' folders, as the run's tag names it; empty: the run has no folder.
+            reads: The path of a model.
+            writes: The path of another model.
+            tags: Other tags by their name.
         """
         self._count += 1
-        paths = {"reads": "data.sft_policy.path", "writes": "written.sft_policy"}
-        if trained or "mlflow.parentRunId" not in tags:  # trainings of a sweep have neither of these
-            place = {"host": platform.node(), "project_path": str(self.folder)}
-            root = str(self.models / "ppo_checkpoints") if trained else "none"
-            tags = {"environment": environment, "checkpoints": root, **place, **tags}
-        tags = {paths.get(name, name): text for name, text in tags.items() if text}
+        below = "mlflow.parentRunId" in tags and not trained  # trainings of a sweep have neither of these
+        if not below:
+            tags = {"environment": environment, "checkpoints": root, "project_path": str(self.folder), **tags}
+        tags = {name: text for name, text in tags.items() if text}
         run = self.client.create_run(self._experiment, start_time=self._count, tags=tags, run_name=f"n{self._count}")
         self.client.log_text(run.info.run_id, "a report", "report/report.html")
         if status != "RUNNING":
             self.client.set_terminated(run.info.run_id, status)
         data = self.folder / "data"
         places = [data / "08_reporting" / "runs" / run.info.run_id / "report.html"]
+        folder = self.folder / root / run.info.run_id
         if trained:
-            places.append(self.models / "ppo_checkpoints" / run.info.run_id / "iteration_000001" / "state.json")
-            places.append(self.models / "ppo_checkpoints" / run.info.run_id / "run.lock")
+            places.append(folder / "iteration_000001" / "state.json")
+        if root and not below:
+            places.append(folder / "run.lock")
         for place in places:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text("")
+        if root and not below:
+            record = RunRecord(self.folder, folder, can_resume=trained)
+            record.note(reads=[reads] if reads else [], writes=[Path(writes)] if writes else [])
         return str(run.info.run_id)
 
     def logged_model(self, run_id: str) -> str:
@@ -142,16 +160,16 @@ def test_the_newest_finished_runs_stay_and_of_older_ones_all_goes(kedro: Kedro, 
     assert cleaned(kedro, recorded.folder, "--keep", "2")[0].startswith("0 runs, 0 caches, 0.0 MB")
 
 
-def test_champion_best_unfinished_and_running_runs_stay(kedro: Kedro, recorded: Recorded):
+def test_champion_best_and_unfinished_runs_stay(kedro: Kedro, recorded: Recorded):
     best, champion, other = recorded.run(), recorded.run(), recorded.run()
     for run_id, rate, alias in ((best, 0.9, None), (champion, 0.7, "champion"), (other, 0.6, None)):
         recorded.register(run_id, rate, alias)
     failed, early = recorded.run("FAILED"), recorded.run("FAILED", trained=False)
-    running, killed = recorded.run("RUNNING", trained=False), recorded.run("RUNNING")
+    dead, killed = recorded.run("RUNNING", trained=False), recorded.run("RUNNING")  # nobody holds their locks
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert recorded.left() == {best, champion, failed, running, killed}
-    assert not (recorded.folder / "data/08_reporting/runs" / early).exists()
-    assert lines[-1] == "Kept: 2 to be resumed, 1 running, 2 champion or best."
+    assert recorded.left() == {best, champion, failed, killed}
+    assert not any((recorded.folder / "data/08_reporting/runs" / run_id).exists() for run_id in (early, dead))
+    assert lines[-1] == "Kept: 2 to be resumed, 2 champion or best."
 
 
 def test_runs_that_collected_pairs_for_people_stay_with_what_they_read(kedro: Kedro, recorded: Recorded):
@@ -223,6 +241,38 @@ def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, re
     assert lines[-1] == "Kept: 1 running."
 
 
+@pytest.mark.skipif(subprocess.run(["unshare", "--pid", "--fork", "true"]).returncode != 0, reason="no PID namespaces")
+@pytest.mark.parametrize("status", ["RUNNING", "FINISHED"])
+def test_a_run_of_another_container_is_alive_while_it_holds_its_lock_though_both_have_process_id_1(
+    kedro: Kedro, recorded: Recorded, status: str
+):
+    """Two containers that share the project's folder and the host name, each with its program as process 1."""
+    alive, dead = recorded.run(status), recorded.run(status, trained=False)
+    folder = recorded.models / "ppo_checkpoints" / alive
+    container = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c"]
+    holds = (
+        "import os, sys; from pathlib import Path; from ppo_rlhf.runtime.locks import lock_run; "
+        "lock = lock_run(Path(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read()"
+    )
+    cleans = (
+        "import os; assert os.getpid() == 1; from pathlib import Path; from kedro.framework.cli.cli import KedroCLI; "
+        "KedroCLI(Path.cwd())(['clean', '--keep', '0', '--yes'])"
+    )
+    with subprocess.Popen(
+        [*container, holds, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        done = subprocess.run([*container, cleans], cwd=recorded.folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        process.kill()
+    assert done.stdout.splitlines()[-1] == "Kept: 1 running."
+    assert recorded.left() == {alive}
+    assert dead not in recorded.left()
+    cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == ({alive} if status == "RUNNING" else set())
+
+
 @pytest.mark.parametrize("parent", ["finished", "gone"])
 def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, recorded: Recorded, parent: str):
     above = recorded.run() if parent == "finished" else "a" * 32
@@ -231,7 +281,7 @@ def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, 
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {killed, without}
     assert finished not in recorded.left()
-    assert lines[-1] == "Kept: 1 to be resumed, 1 read by another run."
+    assert lines[-1].startswith("Kept: 1 to be resumed.")
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
@@ -244,24 +294,10 @@ def test_an_unfinished_run_with_checkpoints_outside_of_the_project_stays(
         recorded.models.symlink_to(outside)
     else:
         (recorded.folder / "conf/local/globals.yml").write_text(f"data_root: {outside}\n")
-    failed = recorded.run("FAILED", trained=is_linked, checkpoints=str(outside / "ppo_checkpoints"))
-    if not is_linked:
-        lock = outside / "06_models" / "ppo_checkpoints" / failed / "run.lock"
-        lock.parent.mkdir(parents=True)
-        lock.write_text("")
+    failed = recorded.run("FAILED", root=RUNS if is_linked else str(outside / "06_models" / "ppo_checkpoints"))
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
     assert recorded.left() == {failed}
     assert lines[-1] == "Kept: 1 to be resumed, 1 folders outside the project."
-
-
-def test_an_unfinished_run_stays_whose_checkpoints_may_be_on_a_disk_that_is_away(kedro: Kedro, recorded: Recorded):
-    away = recorded.run("KILLED", trained=False, checkpoints="/media/away/ppo_checkpoints")
-    given_up = recorded.run("FAILED", trained=False, checkpoints=str(recorded.models / "ppo_checkpoints"))
-    other = recorded.run("FAILED")
-    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert recorded.left() == {away, other}
-    assert given_up not in recorded.left()
-    assert lines[-1] == "Kept: 1 to be resumed, 1 unfinished, whose checkpoints may be elsewhere."
 
 
 @pytest.mark.parametrize("mount_point", ["data/06_models", "data/06_models/ppo_checkpoints"])
@@ -274,7 +310,7 @@ def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_a
     mounted.rename(away)
     mounted.mkdir()
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert lines[-1] == "Kept: 1 unfinished, whose checkpoints may be elsewhere."
+    assert lines[-1] == f"Kept: 1 {ELSEWHERE}."
     mounted.rmdir()
     away.rename(mounted)
     lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
@@ -283,39 +319,33 @@ def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_a
     assert (recorded.models / "ppo_checkpoints" / killed / "iteration_000001" / "state.json").is_file()
 
 
-def test_runs_of_another_project_or_host_are_neither_touched_nor_counted(kedro: Kedro, recorded: Recorded):
-    old, own = recorded.run(), recorded.run()
-    others = recorded.run(project_path="/srv/other"), recorded.run("FAILED", host="vm-7"), recorded.run(host="vm-7")
-    child = recorded.run(**{"mlflow.parentRunId": others[0]}, trained=False)
-    of_another_program = recorded.run(host="")
+def test_runs_without_a_folder_here_are_neither_touched_nor_counted(kedro: Kedro, recorded: Recorded):
+    """As those of another project, or of another container with the same host name and path, on a shared store."""
+    old, own, other, another_program = recorded.run(), recorded.run(), recorded.run("FAILED"), recorded.run(root="")
+    child = recorded.run(**{"mlflow.parentRunId": other}, trained=False)
+    (recorded.models / "ppo_checkpoints" / other).rename(recorded.folder.parent / other)
     lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
-    assert recorded.left() == {own, *others, child, of_another_program}
+    assert recorded.left() == {own, other, another_program, child}
     assert old not in recorded.left()
-    here, place = platform.node(), recorded.folder
-    kept, *counted, moved = lines[-4:]
-    assert kept == "Kept: 5 of other projects or hosts, 1 newest."
-    assert counted == [f"     2 runs of {here}:/srv/other", f"     2 runs of vm-7:{place}"]
-    assert "--moved-from HOST:PATH" in moved
+    assert lines[-1] == f"Kept: 1 newest, 3 {ELSEWHERE}."
 
 
-def test_runs_of_another_container_with_this_host_name_and_path_do_not_count_for_keep(kedro: Kedro, recorded: Recorded):
-    old, own, *others = (recorded.run() for _ in range(5))
-    for run_id in others:  # their folders are in another container's file system, their artifacts on a server
-        for folder in sorted(recorded.folder.rglob(run_id)):
-            shutil.rmtree(folder)
-    lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
-    assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {own, *others}
-    assert {path.name for path in recorded.folder.rglob("*") if path.name in (old, own)} == {own}
-    assert lines[-1] == "Kept: 1 newest."
+def test_a_damaged_record_of_a_run_is_named_and_nothing_is_deleted(kedro: Kedro, recorded: Recorded):
+    runs = recorded.run(), recorded.run()
+    file = recorded.models / "ppo_checkpoints" / runs[0] / "run.json"
+    file.write_text(file.read_text()[:20])
+    result = kedro(recorded.folder, "clean", "--keep", "0", "--yes")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {file}: cannot be read (JSONDecodeError)")
+    assert recorded.left() == {*runs}
 
 
 def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, recorded: Recorded):
     outside = recorded.folder.parent / "disk"
     (recorded.folder / "conf/local/globals.yml").write_text(f"data_root: {outside}\n")
-    old, new = recorded.run(), recorded.run()
-    for home in ("08_reporting/runs", "06_models/ppo_checkpoints"):
-        (outside / home).mkdir(parents=True)
-        (recorded.folder / "data" / home / new).rename(outside / home / new)
+    old, new = recorded.run(), recorded.run(root=str(outside / "06_models/ppo_checkpoints"))
+    (outside / "08_reporting/runs").mkdir(parents=True)
+    (recorded.folder / "data/08_reporting/runs" / new).rename(outside / "08_reporting/runs" / new)
     shutil.rmtree(recorded.folder / "mlartifacts" / new)
     lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
     assert {run.info.run_id for run in recorded.client.search_runs(["1"])} == {new}
@@ -351,36 +381,22 @@ def test_what_was_deleted_is_told_though_the_rest_cannot_be(kedro: Kedro, record
     assert "Error: kedro clean did not finish: [Errno 13] Permission denied" in result.stderr
 
 
-@pytest.mark.parametrize("host", ["vm-7", "*"])
-def test_runs_of_where_the_project_was_before_are_taken_in_with_what_they_wrote(
-    kedro: Kedro, recorded: Recorded, host: str
-):
+def test_a_project_that_was_moved_keeps_and_deletes_the_same(kedro: Kedro, recorded: Recorded):
     versions = [recorded.version("sft_policy", version) for version in VERSIONS]
-    noted = [version.replace(str(recorded.folder), "/srv/before") for version in versions]
-    place = {"host": "vm-7", "project_path": "/srv/before", "checkpoints": "/srv/before/data/06_models/ppo_checkpoints"}
-    old, failed, wrote_newest = (
-        recorded.run(status, writes=version, **place)
-        for status, version in zip(("FINISHED", "FAILED", "FINISHED"), noted, strict=True)
-    )
-    cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
-    assert recorded.left() == {old, failed, wrote_newest}
-    lines = cleaned(kedro, recorded.folder, "--keep", "0", "--yes", "--moved-from", f"{host}:/srv/before")
-    assert recorded.left() == {failed, wrote_newest}
-    assert [Path(version).exists() for version in versions] == [False, True, True]
-    assert lines[-1] == "Kept: 1 to be resumed, 1 read by another run."
-
-
-def test_a_former_place_that_no_run_is_of_or_that_is_still_a_project_is_refused(kedro: Kedro, recorded: Recorded):
-    other = recorded.folder.parent / "other"
-    other.mkdir()
-    (other / "pyproject.toml").write_text("")
-    recorded.run(project_path=str(other))
-    place = f"{platform.node()}:{other}"
-    for given, why in (("vm-7:/nowhere", "no run"), (place, "a project")):
-        result = kedro(recorded.folder, "clean", "--yes", "--moved-from", given)
-        assert result.exit_code == 1
-        assert f"Error: --moved-from {given}: {why} " in result.stderr
-    assert len(recorded.left()) == 1
+    read, old, failed = recorded.run(writes=versions[0]), recorded.run(writes=versions[1]), recorded.run("FAILED")
+    newest = recorded.run(reads=versions[0])
+    recorded.logged_model(old)
+    before = cleaned(kedro, recorded.folder, "--keep", "1")
+    recorded.folder = recorded.folder.rename(recorded.folder.parent / "moved")
+    recorded.models = recorded.folder / "data" / "06_models"
+    lines = cleaned(kedro, recorded.folder, "--keep", "1")
+    assert lines[-len(before) :] == before  # before them it says that the project was moved
+    lines = cleaned(kedro, recorded.folder, "--keep", "1", "--yes")
+    recorded.client = MlflowClient(f"sqlite:///{recorded.folder / 'mlflow.db'}")
+    assert recorded.left() == {read, failed, newest}
+    assert not (recorded.models / "sft_policy" / VERSIONS[1]).exists()
+    assert not list((recorded.folder / "mlartifacts" / "models").iterdir())
+    assert lines[-1] == "Kept: 1 newest, 1 to be resumed, 1 read by another run."
 
 
 def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(kedro: Kedro, recorded: Recorded):
@@ -398,7 +414,10 @@ def test_nothing_outside_the_project_and_nothing_of_an_unknown_run_is_deleted(ke
     assert recorded.client.get_run(old).info.lifecycle_stage == "deleted"
     assert unknown.is_dir()
     assert (outside / VERSIONS[0] / "config.json").is_file()
-    assert lines[-1] == "Kept: 1 of other environments, 1 folders of untracked-vm-1, 1 folders outside the project."
+    assert (
+        lines[-1]
+        == "Kept: 1 of other environments, 1 folders of runs that MLflow does not know, 1 folders outside the project."
+    )
 
 
 @pytest.mark.slow

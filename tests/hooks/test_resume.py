@@ -9,7 +9,6 @@ import io
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import sqlite3
@@ -28,6 +27,8 @@ from kedro.io import DataCatalog, DatasetError, MemoryDataset
 from kedro.pipeline import Node, Pipeline
 from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 from mlflow.entities import LoggedModel, LoggedModelStatus, Run, RunData, RunInfo
+from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
+from mlflow.utils.file_utils import local_file_uri_to_path
 
 from ppo_rlhf.checkpoints.files import checkpoint_name, write_directory
 from ppo_rlhf.config import PPOConfig
@@ -36,6 +37,7 @@ from ppo_rlhf.datasets import PretrainedModelDataset, RecordsDataset, ResumeChec
 from ppo_rlhf.hooks import TrackingHook
 from ppo_rlhf.hooks.resume import Resumption, differences, find_named, find_resumption
 from ppo_rlhf.hooks.run_description import RunDescription, describe_run, settle_dtype
+from ppo_rlhf.hooks.run_record import RunRecord
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.rewards.config import RewardConfig
@@ -113,7 +115,7 @@ class Toy:
         tags = {"pipeline": "align", "environment": "local", **data, **tags}
         run = self.client.create_run(experiment, start_time=start_time, tags=tags)
         (self.root / run.info.run_id).mkdir(parents=True)
-        RunDescription(params or {}, tags).write(self.root / run.info.run_id)
+        RunRecord(self.project, self.root / run.info.run_id, params or {}, tags, can_resume=True).note()
         return str(run.info.run_id)
 
     def killed_at(self, place: str, *params: str) -> None:
@@ -175,11 +177,30 @@ def error(result: Result) -> str:
 def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was_moved(toy: Toy, tmp_path: Path):
     run_id = toy.interrupted()
     tags = toy.get(run_id).data.tags
-    assert (tags["project_path"], tags["checkpoints"]) == (str(toy.project), str(toy.root))
+    assert (tags["project_path"], tags["checkpoints"]) == (str(toy.project), "data/06_models/ppo_checkpoints")
     moved = Toy(toy.project.rename(tmp_path / "moved"), toy.invoke, toy.monkeypatch)
-    assert moved.run(f"resume={run_id}").info.status == "FINISHED"
-    assert moved.get(run_id).data.tags["checkpoints"] == str(moved.root)
-    assert moved.run(pipelines="supervised_finetuning").data.tags["checkpoints"] == "none"
+    _artifact_repos_cache.clear()  # by which MLflow remembers the artifacts' places within a process
+    run = moved.run(f"resume={run_id}")
+    assert run.info.status == "FINISHED"
+    assert local_file_uri_to_path(run.info.artifact_uri) == str(moved.project / "mlartifacts" / run_id / "artifacts")
+    assert not toy.project.exists()
+    assert (moved.root / run_id / "run.json").is_file()
+
+
+def test_each_run_has_a_folder_with_its_lock_and_what_it_reads_and_writes(toy: Toy):
+    def left(run: Run) -> dict[str, Any]:
+        assert (toy.root / run.info.run_id / "run.lock").is_file()
+        return dict(json.loads((toy.root / run.info.run_id / "run.json").read_text()))
+
+    trained = left(toy.run(pipelines="supervised_finetuning"))
+    (version,) = (toy.root.parent / "sft_policy").iterdir()
+    assert (trained["can_resume"], trained["reads"]) == (False, [])
+    assert trained["writes"] == [f"data/06_models/sft_policy/{version.name}"]
+    aligned = left(toy.run())
+    (policy,) = (toy.root.parent / "ppo_policy").iterdir()
+    assert aligned["can_resume"] is True
+    assert aligned["reads"] == ["data/01_raw/prompts.jsonl", "src/toy_ppo/rewards.py"]
+    assert aligned["writes"] == [f"data/06_models/ppo_policy/{policy.name}"]
 
 
 # --- runs that ended without a word
@@ -190,10 +211,10 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
 ):
     toy.killed_at("ppo_rlhf.runner._iterate")
     (killed,) = (run.info.run_id for run in toy.runs())
-    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
-    alive, elsewhere = toy.left(**place), toy.left(**{**place, "host": "vm-7"})
+    place = {"checkpoints": toy.get(killed).data.tags["checkpoints"]}
+    alive, elsewhere = toy.left(**place), toy.left(**place)
     below = toy.left(**{"mlflow.parentRunId": killed})
-    (toy.root / elsewhere / "run.lock").write_text("")
+    (toy.root / elsewhere).rmdir()  # its folder is on another host
     newer = 4_000_000_000  # later than the run's start
     os.utime(toy.root / killed, (newer, newer))
     with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):
@@ -210,7 +231,7 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
 def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: Toy):
     """The file system's clock may be behind."""
     started = 10**12
-    run = toy.left(host=platform.node(), project_path=str(toy.project), checkpoints=str(toy.root), start_time=started)
+    run = toy.left(checkpoints=str(toy.root), start_time=started)
     (toy.root / run / "run.lock").write_text("")
     os.utime(toy.root / run, (1.0e8, 1.0e8))
     toy.run(pipelines="supervised_finetuning")
@@ -220,7 +241,7 @@ def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: 
 def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy):
     toy.killed_at("ppo_rlhf.runner._iterate")
     (killed,) = (run.info.run_id for run in toy.runs())
-    place = {name: toy.get(killed).data.tags[name] for name in ("host", "project_path", "checkpoints")}
+    place = {"checkpoints": toy.get(killed).data.tags["checkpoints"]}
     alive, dead = (toy.left(**place, **{"mlflow.parentRunId": killed}) for _ in range(2))
     (toy.root / dead).mkdir(exist_ok=True)
     (toy.root / dead / "run.lock").write_text("")
@@ -293,7 +314,7 @@ def test_latest_takes_the_newest_run_of_this_pipeline_environment_and_machine_th
     shutil.rmtree(toy.root / toy.left())  # of another machine
     shutil.rmtree(toy.root / toy.left(host="elsewhere", project_path=str(toy.project)))
     # From another container with this host name and path, on another disk, where the run begins just now
-    shutil.rmtree(toy.root / toy.left(host=platform.node(), project_path=str(toy.project)))
+    shutil.rmtree(toy.root / toy.left(project_path=str(toy.project)))
     running = toy.left()
     with held_by_another_process(toy.root / running / "run.lock"), caplog.at_level(logging.INFO):
         toy.run("resume=latest")
@@ -681,20 +702,23 @@ def test_a_setting_is_compared_with_the_value_of_the_last_resume(toy: Toy):
         toy.monkeypatch.setenv("TOY_FAIL_AT", "2")
         toy.kedro(f"ppo.total_episodes={episodes}", f"resume={run_id}")
         toy.monkeypatch.delenv("TOY_FAIL_AT")
-        assert RunDescription.read(toy.root / run_id).params["ppo.total_episodes"] == episodes
+        record = RunRecord.of_folder(toy.root / run_id, toy.project)
+        assert record is not None
+        assert record.params["ppo.total_episodes"] == episodes
     data = toy.get(run_id).data
     assert (data.params["ppo.total_episodes"], data.tags["resume.total_episodes"]) == ("24", "40")
 
 
 def test_settings_of_a_run_are_read_back_with_their_types_and_damage_is_named(tmp_path: Path):
     params = {"ppo.kl_coef": 0.05, "ppo.seed": 1, "ppo.dtype": "auto", "ppo.callbacks": None, "reward.components": [{}]}
-    now(params, seed="1").write(tmp_path)
-    found = RunDescription.read(tmp_path)
+    RunRecord(tmp_path, tmp_path, params, {"seed": "1"}).note()
+    found = RunRecord.of_folder(tmp_path, tmp_path)
+    assert found is not None
     assert (found.params, found.tags["seed"]) == (params, "1")
     for damage in ("{", "[]", "{}", '{"params": 3, "tags": {}}'):
-        (tmp_path / "settings.json").write_text(damage)
-        with pytest.raises(CheckpointError, match=rf"^{tmp_path / 'settings.json'}: ") as caught:
-            RunDescription.read(tmp_path)
+        (tmp_path / "run.json").write_text(damage)
+        with pytest.raises(ConfigError, match=rf"^{tmp_path / 'run.json'}: ") as caught:
+            RunRecord.of_folder(tmp_path, tmp_path)
         assert "\n" not in str(caught.value)
 
 
@@ -702,11 +726,14 @@ def test_a_run_without_its_settings_is_refused_by_name_and_skipped_by_latest(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
     run_id = toy.left()
-    (toy.root / run_id / "settings.json").unlink()
-    assert error(toy.kedro(f"resume={run_id}")).startswith(str(toy.root / run_id / "settings.json"))
+    (toy.root / run_id / "run.json").unlink()
+    line = f"resume={run_id}: {toy.root / run_id / 'run.json'} is missing, so the run's settings are not known"
+    assert error(toy.kedro(f"resume={run_id}")).startswith(line)
     with caplog.at_level(logging.INFO):
         assert toy.run("resume=latest").info.run_id != run_id
-    assert any(re.match(f"resume=latest: MLflow run {run_id} is skipped: ", line) for line in caplog.messages)
+    assert any(
+        re.match(r"resume=latest: .*run\.json is missing, .*; the run is skipped\.", line) for line in caplog.messages
+    )
 
 
 def test_a_changed_language_model_is_a_tag_and_not_bit_identical():

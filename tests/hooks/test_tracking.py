@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -224,9 +223,7 @@ def test_kedro_viz_finds_the_status_of_the_run(tracked: TrackedRun):
 @pytest.mark.slow
 def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     commands: list[list[str]] = []
-    monkeypatch.setattr(
-        "kedro_mlflow.framework.cli.cli.subprocess", SimpleNamespace(call=lambda command: commands.append(command))
-    )
+    monkeypatch.setattr("ppo_rlhf.cli.servers.run_together", commands.append)
     (toy_project / "mlflow.db").unlink()
     result = kedro(toy_project, "mlflow", "ui")
     assert result.exit_code == 0, result.output
@@ -517,13 +514,14 @@ def write_settings(project: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_project_that_was_moved_says_where_its_artifacts_go_and_how_they_come_along(
+def test_a_project_that_was_moved_without_its_artifacts_says_where_they_go_and_how_they_come_along(
     kedro: Kedro, toy_project: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     align = ("run", "--pipelines", "align", "--to-nodes", "ppo.configure_ppo")
     assert kedro(toy_project, *align).exit_code == 0
     assert "Artifacts of the MLflow experiment" not in caplog.text
     moved = toy_project.rename(tmp_path / "moved")
+    (moved / "mlartifacts").rmdir()
     assert kedro(moved, *align).exit_code == 0
     [line] = [line for line in caplog.messages if line.startswith("Artifacts of the MLflow experiment")]
     assert re.search(rf" ppo_rlhf go to {toy_project}/mlartifacts,.* not to {moved}/mlartifacts\.", line)

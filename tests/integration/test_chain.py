@@ -127,7 +127,7 @@ def test_checkpoints_lie_below_the_run_id_pruned_to_the_newest_and_the_best(chai
             "run.lock",
             "completions",
             "callbacks.sent.json",
-            "settings.json",
+            "run.json",
             "metrics.jsonl",
             "mlflow.sent.json",
             "token_view",

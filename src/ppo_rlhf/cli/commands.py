@@ -24,6 +24,7 @@ from ppo_rlhf.cli.generate import generate
 from ppo_rlhf.cli.init import init
 from ppo_rlhf.cli.project import project_here, split_params
 from ppo_rlhf.cli.push import push
+from ppo_rlhf.cli.servers import adapt_servers
 from ppo_rlhf.config.parameter_groups import closest
 from ppo_rlhf.runtime.own_process import name_what_keeps_it
 from ppo_rlhf.runtime.processes import check_launch
@@ -97,3 +98,4 @@ for command in (run, advise, clean, convert_config, doctor, generate, init, push
 # Kedro's catalog commands read the parameters too, so they raise the same errors for wrong settings
 for catalog_command in catalog.commands.values():
     catalog_command.callback = partial(with_one_line_errors, catalog_command.callback)  # type: ignore[arg-type]
+adapt_servers()

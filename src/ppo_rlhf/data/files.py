@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo_rlhf.core.errors import DataError, in_one_line
+from ppo_rlhf.runtime.manifests import sha256_of
 
 FORMATS = {
     ".jsonl": "json",
@@ -62,12 +63,8 @@ def kind_of(file: Path) -> str:
 
 def digest(files: Sequence[Path]) -> str:
     """Return the SHA-256 of a file, or of several files' SHA-256: the key of each cache of their table."""
-    digests = []
-    for file in files:
-        with file.open("rb") as opened:
-            digests.append(hashlib.file_digest(opened, "sha256"))
-    combined = digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(each.digest() for each in digests))
-    return combined.hexdigest()
+    digests = [sha256_of(file) for file in files]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
 
 
 def find(source: str, split: str | None = None) -> Found | None:

@@ -157,7 +157,8 @@ class EvaluationLogDataset(RunDataset[dict[str, Any], list[dict[str, Any]]]):
     def _directory(self) -> Path:
         if self.folder is not None:
             return self.folder
-        found = [path.parent for path in self.root.glob(f"**/{METRICS}")]
+        folders = [path.parent for path in self.root.glob(f"**/{METRICS}")]
+        found = [folder for folder in folders if metrics_of(folder).evaluations()]
         if len(found) > 1:
             names = ", ".join(sorted(path.name for path in found))
             raise DatasetError(f"{self.root} has several runs; give the directory of one: {names}")

@@ -70,7 +70,7 @@ class RunCatalog:
         self._checkpointer: Checkpointer | None = None
         self._unpublished: set[str] = set()
         # Folder of this run's checkpoints and metrics; None: the pipeline has none
-        self.run_folder: Path | None = None
+        self.run_folder = None if outputs is None else outputs.folder
         self._files = [name for name in sorted(pipeline.all_outputs()) if file_of(entry(name)) is not None]
         for dataset in map(entry, self._files):
             usual = getattr(dataset, "_usual_filepath", dataset._filepath)

@@ -19,6 +19,7 @@ from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.hooks.policy_settings import use_policy_settings
 from ppo_rlhf.hooks.process import prepare_process
 from ppo_rlhf.hooks.resume import can_resume
+from ppo_rlhf.hooks.viz_status import write_status_of
 from ppo_rlhf.runner import LoopRunner, plan_loop
 from ppo_rlhf.runtime import processes
 from ppo_rlhf.runtime.names import RESUME_CHECKPOINT
@@ -46,6 +47,7 @@ class ChecksHook:
         # OmegaConfigLoader is Kedro's default config loader, which settings.py does not replace
         loader = cast(OmegaConfigLoader, context.config_loader)
         self._loader = loader
+        write_status_of(context.env)
         try:
             loader["parameters"]
         # omegaconf's TypeError names neither the file nor the setting, so raise an error that names both

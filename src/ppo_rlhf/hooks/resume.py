@@ -26,8 +26,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
-from ppo_rlhf.core.errors import CheckpointError, ConfigError
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.hooks.run_description import PROCESSES, PROJECT_PATH, RunDescription, as_text, functions_in
+from ppo_rlhf.hooks.run_record import RUN_FILE, RunRecord
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
 from ppo_rlhf.runtime.names import CHECKPOINT, LATEST, RESUME_CHECKPOINT, TRAININGS
@@ -201,13 +202,14 @@ def find_resumption(
             refusal.enter_context(lock)
             if named is None and mlflow.get_run(run_id).info.status == "FINISHED":
                 continue  # another process has resumed and finished the run since the search for runs
-            try:
-                before = RunDescription.read(directory)
-            except CheckpointError as error:
+            record = RunRecord.of_folder(directory, Path(this.tags.get(PROJECT_PATH, "")))
+            if record is None:
+                line = f"resume={requested}: {directory / RUN_FILE} is missing, so the run's settings are not known"
                 if named is not None:
-                    raise
-                logger.info("resume=%s: MLflow run %s is skipped: %s.", requested, run_id, error)
+                    raise ConfigError(f"{line}. Start a new run.")
+                logger.info("%s; the run is skipped.", line)
                 continue
+            before = RunDescription(record.params, record.tags)
             refused, changes = differences(this, before)
             if refused and named is None:
                 line = f"resume={requested}: MLflow run {run_id} is skipped, as settings differ: {'; '.join(refused)}."

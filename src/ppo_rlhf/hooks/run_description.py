@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -23,22 +22,18 @@ from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.addresses import without_secrets
-from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
-from ppo_rlhf.runtime.manifests import read_json
+from ppo_rlhf.runtime.manifests import sha256_of
 from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
 from ppo_rlhf.runtime.paths import below_project, path_of
 from ppo_rlhf.runtime.processes import process_count
-from ppo_rlhf.runtime.whole_files import written_whole
 
 PREFIX = "params:"
-SETTINGS = "settings.json"
-"""File in a run's folder with its params and tags, which a run that resumes it is compared with."""
 DTYPE = "ppo.dtype"
-HOST, PROJECT_PATH = "host", "project_path"
-CHECKPOINTS, NONE = "checkpoints", "none"
-"""The tag with the folder of all runs' checkpoints, and the tag's value for a run without checkpoints."""
+PROJECT_PATH = "project_path"
+INPUT_PATH = re.compile(r"data\..+\.path")
+"""The tags with the path of an input, or its name on the hub."""
 PROCESSES = "launch.processes"
 """The tag with the number of a run's processes."""
 DIGITS = 8  # number of digits of a fingerprint to log: MLflow allows 36, but 36 digits are too long for MLflow's pages
@@ -71,32 +66,6 @@ class RunDescription:
     def texts(self) -> dict[str, str]:
         """The params as texts, as MLflow stores them."""
         return {name: as_text(value) for name, value in self.params.items()}
-
-    def write(self, folder: Path) -> None:
-        """Store params and tags in a run's folder, for the run that resumes it.
-
-        Raises:
-            CheckpointError: The file cannot be written.
-        """
-        path = folder / SETTINGS
-        try:
-            with written_whole(path) as draft:
-                draft.write_text(json.dumps({"params": self.params, "tags": self.tags}, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
-
-    @classmethod
-    def read(cls, folder: Path) -> RunDescription:
-        """Return the params and tags of the run that wrote a folder.
-
-        Raises:
-            CheckpointError: They are missing or damaged.
-        """
-        stored = read_json(folder / SETTINGS)
-        try:
-            return cls({**stored["params"]}, {**stored["tags"]})
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / SETTINGS}: damaged ({error!r})") from None
 
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
@@ -150,7 +119,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     tags |= {
         "pipeline": ",".join(pipeline_names(run_params)),
         "environment": run_params["env"] or "local",
-        HOST: platform.node(),
+        "host": platform.node(),
         PROCESSES: str(process_count()),
         **_git_tags(project_path),
         "version.python": platform.python_version(),
@@ -164,11 +133,6 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
     tags = {key: without_secrets(text) for key, text in tags.items()}
     return RunDescription(_masked(params), tags, without_secrets(name), chosen_here)
-
-
-def place_of(tags: Mapping[str, str]) -> str | None:
-    """Return `host:project_path` from the tags of a run; None if a tag is missing."""
-    return f"{tags[HOST]}:{tags[PROJECT_PATH]}" if {HOST, PROJECT_PATH} <= tags.keys() else None
 
 
 def _given(run_params: Mapping[str, Any]) -> str:
@@ -295,7 +259,7 @@ def _input_tags(names: list[str], catalog: CatalogProtocol) -> dict[str, str]:
             if (digest := dataset.fingerprint()) is not None:
                 tags[f"data.{name}.fingerprint"] = digest
         elif Path(path).is_file():
-            tags[f"data.{name}.fingerprint"] = _sha256(Path(path))
+            tags[f"data.{name}.fingerprint"] = sha256_of(Path(path))
         elif dataset.exists() and hasattr(handle := dataset.load(), "fingerprint"):
             tags |= {f"data.{name}.path": handle.source, f"data.{name}.fingerprint": handle.fingerprint()}
             # Pin the model's version, because another run may write a newer version before this run reads the model.
@@ -326,10 +290,5 @@ def _function_tags(params: Mapping[str, str], project_path: Path) -> dict[str, s
         files = (file for path in modules for file in (path.with_suffix(".py"), path / "__init__.py"))
         file = next((file for file in files if file.is_file()), None)
         if file is not None:
-            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": _sha256(file)}
+            tags |= {f"data.{module}.path": str(file), f"data.{module}.fingerprint": sha256_of(file)}
     return tags
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:  # hash the file in chunks, because the file may be larger than the memory
-        return hashlib.file_digest(file, "sha256").hexdigest()

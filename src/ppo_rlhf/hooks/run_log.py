@@ -97,9 +97,10 @@ class RunLog:
         catalog: CatalogProtocol,
         *,
         folder: Path | None = None,
+        can_resume: bool = False,
     ) -> None:
-        """Log to the MLflow run `run_id`; `folder` is the run's folder, or None if the run cannot be resumed."""
-        self._catalog, self._outputs, self._checkpoints = catalog, pipeline.all_outputs(), folder
+        """Log to the MLflow run `run_id`; `folder` is the run's folder, or None if the project has none for runs."""
+        self._catalog, self._outputs, self._can_resume = catalog, pipeline.all_outputs(), can_resume
         self._temporary = TemporaryDirectory() if folder is None else None
         self._folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
         self._metrics = metrics_of(self._folder)
@@ -265,7 +266,7 @@ class RunLog:
                 self._write_rows(stored.load())
         for line in judges_in_words():
             logger.info("%s", line)
-        can_resume = self._checkpoints is not None and bool(checkpoint_iterations(self._checkpoints))
+        can_resume = self._can_resume and bool(checkpoint_iterations(self._folder))
         has_everything = self._mirror.close(PATIENCE_AT_THE_END if is_finished else PATIENCE, can_resume=can_resume)
         self._rows = self._curves()
         if self._temporary is not None:

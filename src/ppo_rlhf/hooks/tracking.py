@@ -26,14 +26,14 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from ppo_rlhf.core.addresses import without_secrets
-from ppo_rlhf.core.errors import ConfigError, LaunchError, RewardError, project_error
+from ppo_rlhf.core.errors import CheckpointError, ConfigError, LaunchError, RewardError, project_error
 from ppo_rlhf.datasets import mlflow_queue
 from ppo_rlhf.datasets.tracking_errors import short_timeouts
 from ppo_rlhf.hooks.abandoned import end_abandoned
+from ppo_rlhf.hooks.moved_artifacts import follow_artifacts
 from ppo_rlhf.hooks.run_description import (
-    CHECKPOINTS,
     DTYPE,
-    NONE,
+    INPUT_PATH,
     RunDescription,
     describe_run,
     log_inputs,
@@ -42,6 +42,7 @@ from ppo_rlhf.hooks.run_description import (
     settle_dtype,
 )
 from ppo_rlhf.hooks.run_end import END_TAGS, end_tags, resume_hint
+from ppo_rlhf.hooks.run_record import RUN_FOLDERS, RunRecord
 from ppo_rlhf.hooks.tracking_store import (
     SQLITE,
     check_artifacts,
@@ -57,7 +58,7 @@ from ppo_rlhf.hooks.tracking_store import (
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.runtime import paths
 from ppo_rlhf.runtime.locks import lock_run, one_at_a_time
-from ppo_rlhf.runtime.names import SET, TRAININGS, untracked
+from ppo_rlhf.runtime.names import RESUME_CHECKPOINT, SET, TRAININGS, untracked
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.runtime.whole_files import delete_abandoned_drafts
 
@@ -108,6 +109,7 @@ class TrackingHook(MlflowHook):
         self._saving = ExitStack()
         self._lock: IO[bytes] | None = None
         self._checkpoints: Path | None = None
+        self._record: RunRecord | None = None
         self._is_sweep = False
 
     @hook_impl
@@ -169,6 +171,9 @@ class TrackingHook(MlflowHook):
                 database_engine(self._uri())  # MLflow would end in a traceback if the driver is missing
             if self._uri().startswith(SQLITE):
                 make_database(Path(self._uri().removeprefix(SQLITE)))
+                follow_artifacts(
+                    self._uri(), self.mlflow_config.tracking.experiment.create_experiment_kwargs.artifact_location
+                )
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             super().after_context_created(self._context)
         check_artifacts(self.mlflow_config.tracking.experiment)
@@ -187,7 +192,10 @@ class TrackingHook(MlflowHook):
 
         project_path, tracking = Path(run_params["project_path"]), self.mlflow_config.tracking
         this = describe_run(run_params, pipeline, catalog)
-        this.tags[CHECKPOINTS] = NONE if entry is None else str(entry.root.resolve())
+        root = getattr(catalog.get(RESUME_CHECKPOINT), "root", None)
+        root = root if root is not None and root.is_absolute() else None  # a remote data_root has no folders here
+        if root is not None:
+            this.tags[RUN_FOLDERS] = paths.readable_path(root, project_path)
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
             resumption = None if entry is None else self._resumption(this, entry, named)
             if resumption is not None:
@@ -195,7 +203,7 @@ class TrackingHook(MlflowHook):
                 tracking.run.id, tracking.run.name = resumption.run.info.run_id, resumption.run.info.run_name
             resumed = None if resumption is None else resumption.run.info.run_id
             with log_store_errors("which runs died silently"):
-                end_abandoned(this, tracking.experiment._experiment.experiment_id, resumed)
+                end_abandoned(project_path, tracking.experiment._experiment.experiment_id, resumed)
             settle_dtype(catalog, None if resumption is None else resumption.before.params.get(DTYPE))
             MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.set(self._has_system_metrics)
             run = mlflow.start_run(
@@ -209,23 +217,44 @@ class TrackingHook(MlflowHook):
             self._say_where(run.info.experiment_id)
             if entry is not None:
                 self._checkpoints = entry.root / run.info.run_id
-                self._lock = self._lock or lock_run(self._checkpoints)
-                delete_abandoned_drafts(self._checkpoints)
+            if root is not None:
                 before = {} if resumption is None else resumption.before.params
                 settled = {name: before[name] for name in this.chosen_here & before.keys()}
-                replace(this, params={**this.params, **settled}).write(self._checkpoints)
-            self._log = RunLog(run.info.run_id, pipeline, catalog, folder=self._checkpoints)
+                settings = replace(this, params={**this.params, **settled})
+                self._take_folder(project_path, root / run.info.run_id, settings)
+            self._log = RunLog(
+                run.info.run_id,
+                pipeline,
+                catalog,
+                folder=None if self._record is None else self._record.folder,
+                can_resume=self._checkpoints is not None,
+            )
             self._catalog = catalog
             if resumption is not None:
                 self._log.go_on(resumption.checkpoint, resumption.make_anew(this, pipeline))
                 for name in END_TAGS & run.data.tags.keys():
                     mlflow.delete_tag(name)
                 # Update the tag with the checkpoint folder, because the user may have moved the folder
-                kept = run.data.tags.keys() - {CHECKPOINTS}
+                kept = run.data.tags.keys() - {RUN_FOLDERS}
                 tags = {name: value for name, value in this.tags.items() if name not in kept}
                 mlflow.set_tags({**tags, **resumption.tags(project_path)})
             mlflow.log_params({name: value for name, value in this.texts.items() if name not in run.data.params})
             log_inputs(this)
+
+    def _take_folder(self, project_path: Path, folder: Path, this: RunDescription) -> None:
+        """Lock the run's folder, and note in it the run's settings and what it reads."""
+        try:
+            self._lock = self._lock or lock_run(folder)
+            record = RunRecord.of_folder(folder, project_path) or RunRecord(project_path, folder)
+            record.params, record.tags = this.params, this.tags
+            record.can_resume = self._checkpoints is not None
+            record.note(reads=[path for tag, path in this.tags.items() if INPUT_PATH.fullmatch(tag)])
+            delete_abandoned_drafts(folder)
+            self._record = record
+        except (CheckpointError, OSError) as error:
+            if self._checkpoints is not None:
+                raise
+            logger.warning("`kedro clean` will not know this run, which has no folder: %s", error)
 
     def _resumption(
         self, this: RunDescription, entry: ResumeCheckpointDataset, named: Named | None
@@ -279,6 +308,9 @@ class TrackingHook(MlflowHook):
     def after_dataset_saved(self, dataset_name: str) -> None:
         """Log the exported policy as a model. A signal may interrupt the wait for the metrics, but not the logging."""
         self._saving.close()
+        version = None if self._catalog is None else getattr(self._catalog.get(dataset_name), "pinned", None)
+        if self._record is not None and version is not None and version not in self._record.writes:
+            self._record.note(writes=[version])
         if self._log is not None:
             with store_errors_as_config_errors(self._complaint("did not take the model")):
                 self._log.saved(dataset_name)
@@ -341,7 +373,7 @@ class TrackingHook(MlflowHook):
     def _let_go(self) -> None:
         """Forget the run, and release its lock so that other processes can resume the run."""
         self._saving.close()
-        self.run_id = self._log = self._catalog = self._checkpoints = paths.running.project = None
+        self.run_id = self._log = self._catalog = self._checkpoints = self._record = paths.running.project = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None

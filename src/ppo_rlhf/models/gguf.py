@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from transformers import AutoConfig
 
@@ -27,6 +27,7 @@ from ppo_rlhf.models.gguf_header import GGUFHeader, read_header
 from ppo_rlhf.models.gguf_model import described, write_weights
 from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.log_lines import quiet_transformers, say_once
+from ppo_rlhf.runtime.manifests import sha256_of
 from ppo_rlhf.runtime.whole_files import drafted, publish, written_whole
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class GGUFFile:
         if known is not None and (known / SOURCE).is_file() and self.kept_in in (None, known.parent):
             return known
         with self.path.open("rb") as file:
-            before, digest = _state(file), _digest(file)
+            before, digest = _state(file), sha256_of(file)
             if (kept_in := self.kept_in) is None:
                 _temporary.append(tempfile.TemporaryDirectory(prefix="ppo_rlhf_gguf_", ignore_cleanup_errors=True))
                 kept_in = Path(_temporary[-1].name)
@@ -132,7 +133,7 @@ class GGUFFile:
             self.path.open("rb") as file,
         ):
             before = _state(file)
-            self._check_same(_digest(file) == self._facts["sha256"])
+            self._check_same(sha256_of(file) == self._facts["sha256"])
             draft.mkdir()
             with quiet_transformers():
                 config = AutoConfig.from_pretrained(folder)
@@ -162,10 +163,6 @@ def _state(file: BinaryIO | Path) -> tuple[int, ...]:
     """Return numbers that change whenever a file is replaced or written to; programs can set all times but ctime."""
     stat = os.stat(file if isinstance(file, Path) else file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _digest(file: BinaryIO) -> str:
-    return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 @contextmanager

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 ROLLOUTS = "ppo.local_rollout_forward_batch_size"
 """The setting that says how many responses a process samples or scores at a time in training."""
 
+KEYS = ROLLOUT_HALVINGS, UPDATE_HALVINGS = "rollout_halvings", "update_halvings"
+"""The keys of the halvings of rollouts and of updates in a checkpoint, in metrics and in a summary."""
+
 _LESS = "ppo.gradient_checkpointing=true, ppo.use_peft=true and a smaller ppo.response_length take less memory"
 
 

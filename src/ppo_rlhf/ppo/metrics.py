@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.statistics import correlation, explained_variance, masked_mean
+from ppo_rlhf.passes.halvings import ROLLOUT_HALVINGS, UPDATE_HALVINGS
 from ppo_rlhf.ppo.batch_sampling import Sampler, uniform_groups
 from ppo_rlhf.ppo.experience import Experience, Shaping, kl_price
 from ppo_rlhf.ppo.learner import Learner
@@ -42,7 +43,7 @@ def iteration_metrics(
     which the losses count no token, unless all minibatches have no token.
     """
     config, kl_coef, scaler = learner.config, shaping.kl_controller.kl_coef, learner.accelerator.scaler
-    halvings = {"rollout_halvings": sampler.halving.count, "update_halvings": learner.halving.count}
+    halvings = {ROLLOUT_HALVINGS: sampler.halving.count, UPDATE_HALVINGS: learner.halving.count}
     metrics = {
         **_objective(experience, shaping),
         **_update(steps, config, kl_coef),

@@ -12,7 +12,7 @@ from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import CheckpointError
 from ppo_rlhf.core.statistics import RunningMoments
 from ppo_rlhf.models.origins import Origin
-from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.halvings import ROLLOUT_HALVINGS, UPDATE_HALVINGS, Halving
 from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.learner import Learner
@@ -39,7 +39,7 @@ class TrainingState:
     @property
     def halvings(self) -> dict[str, Halving]:
         """The halvings that a checkpoint keeps, by their key there."""
-        return {"rollout_halvings": self.sampler.halving, "update_halvings": self.learner.halving}
+        return {ROLLOUT_HALVINGS: self.sampler.halving, UPDATE_HALVINGS: self.learner.halving}
 
     def advance(self, scores: Scores, metrics: dict[str, float]) -> None:
         """Complete an iteration: update reward moments, KL controller, counters and history, and log alarms.

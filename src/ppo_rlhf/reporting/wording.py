@@ -13,6 +13,7 @@ from ppo_rlhf.evaluation.equal_reward import CERTAIN
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
 from ppo_rlhf.evaluation.win_rate import sign_test
+from ppo_rlhf.passes.halvings import ROLLOUT_HALVINGS, UPDATE_HALVINGS
 from ppo_rlhf.people.win_rate import OVER_PEOPLE, PREFIX
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
@@ -254,7 +255,7 @@ def remarks(
             f"evaluation: even a fall on every prompt would happen by chance with probability {least:.2g}. Each "
             "further held-out prompt (evaluation.iteration_prompts, prompts.held_out_share) halves this probability."
         )
-    passes = {"rollouts": summary.get("rollout_halvings"), "updates": summary.get("update_halvings")}
+    passes = {"rollouts": summary.get(ROLLOUT_HALVINGS), "updates": summary.get(UPDATE_HALVINGS)}
     if halved := [f"{name} computed 1/{2**count}" for name, count in passes.items() if count]:
         problems.append(
             f"Memory ran out while training: {' and '.join(halved)} of their responses at a time. The next run can "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from ppo_rlhf.core.errors import CheckpointError
 
@@ -75,5 +76,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _size_and_hash(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size, sha256_of(path)
+
+
+def sha256_of(file: Path | BinaryIO) -> str:
+    """Return the SHA-256 of a file, which is read in pieces, because it may be larger than the memory."""
+    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        return hashlib.file_digest(cast(Any, opened), "sha256").hexdigest()

@@ -31,6 +31,7 @@ from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.models.tokenizers import printed_dates
+from ppo_rlhf.passes.halvings import KEYS
 from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
@@ -396,8 +397,7 @@ def _code(reference: str | LLMJudgeConfig | None) -> str:
 
 def _halvings(history: pd.DataFrame) -> dict[str, int]:
     """Return how often memory ran out while training, in rollouts and in updates; nothing where it never did."""
-    names = ("rollout_halvings", "update_halvings")
-    counts = {name: history[f"memory/{name}"].max() for name in names if f"memory/{name}" in history}
+    counts = {name: history[f"memory/{name}"].max() for name in KEYS if f"memory/{name}" in history}
     return {name: int(count) for name, count in counts.items() if count > 0}
 
 
