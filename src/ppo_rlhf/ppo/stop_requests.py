@@ -30,8 +30,8 @@ class RunRequests:
 
     @property
     def ask_to_save(self) -> bool:
-        """Whether the current iteration is to be saved, whatever `save_interval` says."""
-        return self.stop or self.end or self.save_by_time
+        """Whether the current iteration is to be saved though it is not the last, whatever `save_interval` says."""
+        return self.stop or self.save_by_time
 
     def agree(self, *, save_by_time: bool) -> None:
         """Share the processes' requests at the end of an iteration; every process calls `agree`.
