@@ -11,6 +11,7 @@ from tests.tiny_models import BEGIN, CHAT_TEMPLATE, END, UNKNOWN, VOCABULARY, wo
 
 A, B, C = (VOCABULARY.index(word) for word in "abc")
 MARKED = "\n\nHuman: hi\n\nAssistant:"
+CRLF = MARKED.replace("\n", "\r\n")
 
 
 def said_of(role, *texts):
@@ -28,16 +29,21 @@ SYSTEM, USER, ANSWER = said_of("system", "s"), said_of("user", "a"), said_of("as
         (MARKED + "\n", (MARKED + " yes", MARKED + " no"), [MARKED, " yes", " no"]),
         (MARKED, (MARKED + " yes", MARKED), [MARKED, " yes", ""]),
         (MARKED, (MARKED + " yes",), [MARKED, " yes"]),
+        (MARKED, (CRLF + " yes", CRLF + " no"), [CRLF, " yes", " no"]),
+        (CRLF, (MARKED[2:] + "\r\nyes", MARKED[2:]), [MARKED[2:], "\r\nyes", ""]),
+        ("caf\xe9", (" cafe\u0301 yes",), [" cafe\u0301", " yes"]),
+        ("cafe\u0301 ", ("caf\xe9 yes",), ["caf\xe9", " yes"]),
+        (MARKED, (MARKED + MARKED + " yes", MARKED + MARKED + " no"), [MARKED, " yes", " no"]),
     ],
-    ids=["exact", "without the first spaces", "with another last space", "an empty answer", "one text"],
+    ids=[
+        *("exact", "without the first spaces", "with another last space", "an empty answer", "one text"),
+        *("other line ends", "without the first line ends", "decomposed", "composed", "twice"),
+    ],
 )
 def test_a_prompt_that_begins_the_texts_of_all_rows_is_cut_off(prompt, texts, expected):
-    assert split_texts(
-        "t", "texts begin", [(3, prompt, texts), (5, "b ", tuple("b " + text for text in "cd"))], ""
-    ) == {
-        3: expected,
-        5: ["b ", "c", "d"],
-    }
+    rows = [(3, prompt, texts), (5, expected[0], tuple(text.replace(expected[1], " other") for text in texts))]
+    others = [expected[0], *(text.replace(expected[1], " other") for text in expected[1:])]
+    assert split_texts("t", "texts begin", rows, "") == {3: expected, 5: others}
 
 
 def test_texts_that_do_not_repeat_the_prompt_stay(caplog):
@@ -51,6 +57,12 @@ def test_texts_of_some_rows_that_begin_with_their_prompt_stay_and_are_counted(te
     assert split_texts("t", "texts begin", rows, "") == {}
     (line,) = caplog.messages
     assert line.startswith("t: in 1 of 4 rows texts begin with the prompt (the first is row 1).")
+
+
+def test_texts_of_some_rows_that_repeat_the_prompt_twice_are_counted(caplog):
+    rows = [(row, MARKED, (MARKED * (1 + (row == 1)) + " yes",)) for row in range(4)]
+    assert split_texts("t", "texts begin", rows, "")[1] == [MARKED, MARKED + " yes"]
+    assert caplog.messages[-1].startswith("t: in 1 of 4 rows texts begin again with the prompt (the first is row 1).")
 
 
 @pytest.mark.parametrize("texts", [("Yes", "No"), ("Hi there", "No")], ids=["neither", "one of both"])
@@ -81,6 +93,12 @@ def test_a_prompt_without_the_marks_of_the_texts_is_named(texts, caplog):
         (USER + ANSWER + USER, USER + ANSWER, (USER + ANSWER + USER, ANSWER)),
         (USER + ANSWER, USER + said_of("assistant", "b c"), (USER + ANSWER, said_of("assistant", " c"))),
         (USER + ANSWER, said_of("user", "c") + ANSWER, (USER + ANSWER, said_of("user", "c") + ANSWER)),
+        (said_of("user", "a\nb"), said_of("user", "a\r\nb") + ANSWER, (said_of("user", "a\nb"), ANSWER)),
+        (
+            USER + said_of("assistant", "caf\xe9"),
+            USER + said_of("assistant", "cafe\u0301 c"),
+            (USER + said_of("assistant", "caf\xe9"), said_of("assistant", " c")),
+        ),
     ],
 )
 def test_what_an_answer_repeats_of_its_prompt_is_cut_off(prompt, answer, expected):
@@ -96,6 +114,7 @@ def test_what_an_answer_repeats_of_its_prompt_is_cut_off(prompt, answer, expecte
             said_of("user", "A?") + ANSWER,
             "the prompt ends with a user's message, and the answer begins with anot",
         ),
+        (USER, USER + USER + ANSWER, "the prompt ends with a user's message, and the answer begins with another"),
         (USER, USER, "the answer has nothing behind the prompt"),
     ],
 )

@@ -378,7 +378,7 @@ def test_a_run_that_was_killed_while_it_started_goes_on_and_has_all_that_a_run_h
     assert whole.info.status == "FINISHED"
     assert [each.dataset.name for each in whole.inputs.dataset_inputs] == ["raw_prompts"]
     assert whole.data.params["ppo.kl_coef"] == "0.05"
-    assert {"pipeline", "environment", "seed", "version.torch", "data.raw_prompts.path"} <= whole.data.tags.keys()
+    assert {"pipeline", "environment", "seed", "versions", "data.raw_prompts.path"} <= whole.data.tags.keys()
 
 
 @pytest.mark.slow
@@ -599,10 +599,18 @@ def test_a_run_that_compares_its_evaluations_keeps_judge_and_reward():
 
 
 def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_processes_may_change():
-    before = earlier(
-        {}, **{"version.torch": "1", "launch.processes": "1", "data.prompts.fingerprint": "a", "seed": "1"}
+    before, after = (
+        make(
+            {},
+            **{
+                "versions": f"python 3.11, torch {number}+cpu",
+                "launch.processes": number,
+                "data.prompts.fingerprint": number,
+                "seed": number,
+            },
+        )
+        for make, number in ((earlier, "1"), (now, "2"))
     )
-    after = now({}, **{"version.torch": "2", "launch.processes": "2", "data.prompts.fingerprint": "b", "seed": "2"})
     after.tags.update(pipeline="ppo", environment="test")
     refused, changes = differences(after, before)
     assert [" ".join(line.split(" ")[:3]) for line in refused] == [
@@ -610,7 +618,7 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
         "environment (local before,",
         "pipeline (align before,",
     ]
-    assert changes == {"launch.processes": ("1", "2"), "version.torch": ("1", "2")}
+    assert changes == {"launch.processes": ("1", "2"), "version.torch": ("1+cpu", "2+cpu")}
     assert tags_of(before, changes)["bit_identical"] == "false"
 
 

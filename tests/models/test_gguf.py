@@ -68,6 +68,7 @@ def llama3_factors() -> np.ndarray:
             "rope_parameters": LINEAR,
             "keys": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
         },
+        {"keys": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}},
         {
             "architecture": "qwen2",
             "rope_parameters": YARN,
@@ -80,7 +81,7 @@ def llama3_factors() -> np.ndarray:
         {"rope_parameters": LLAMA3, "extra": {"rope_freqs.weight": llama3_factors()}},
         {"extra": {"rope_freqs.weight": np.ones(4, np.float32)}},
     ],
-    ids=["Q4_1", "F16", "untied", "qwen2", "qwen3", "linear", "yarn", "llama 3", "factors of one"],
+    ids=["Q4_1", "F16", "untied", "qwen2", "qwen3", "linear", "linear by 0", "yarn", "llama 3", "factors of one"],
 )
 def test_a_gguf_file_gives_the_numbers_that_it_holds(tmp_path, options):
     model = write_gguf(tmp_path / "m.gguf", **options)
@@ -136,7 +137,22 @@ def test_a_text_gets_the_begin_and_end_that_the_file_asks_for(tmp_path, keys, ex
 
 PIECES = {"<unk>": 2, "<s>": 3, "</s>": 3, "<0xC3>": 6, "<0xA9>": 6, "<sep>": 4, "▁": 1, "h": 1, "a": 1, "t": 1}
 MERGED = ["at", "▁a", "hat", "ha"]
-"""Pieces of two and more letters, the one with the highest score first."""
+"""Pieces of two and more letters."""
+
+
+def write_pieces(path: Path, scores: list[float], **flags: bool) -> None:
+    """Write a model with the tokenizer of SentencePiece that has `PIECES` and, with these scores, `MERGED`."""
+    keys = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*PIECES, *MERGED],
+        "tokenizer.ggml.token_type": [*PIECES.values(), *[1] * len(MERGED)],
+        "tokenizer.ggml.scores": [0.0] * len(PIECES) + scores,
+        "tokenizer.ggml.merges": None,
+        "llama.vocab_size": len(PIECES) + len(MERGED),
+        **{f"tokenizer.ggml.{flag}": value for flag, value in flags.items()},
+    }
+    write_gguf(path, keys=keys, vocab_size=len(PIECES) + len(MERGED))
 
 
 @pytest.mark.parametrize(
@@ -152,21 +168,24 @@ MERGED = ["at", "▁a", "hat", "ha"]
 )
 def test_a_text_gets_the_pieces_with_the_highest_scores_and_a_space_before_it(tmp_path, flags, text, tokens):
     """Expected by hand: the pair that makes the piece with the highest score is joined first."""
-    keys = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [*PIECES, *MERGED],
-        "tokenizer.ggml.token_type": [*PIECES.values(), *[1] * len(MERGED)],
-        "tokenizer.ggml.scores": [0.0] * len(PIECES) + [-float(rank) for rank in range(len(MERGED))],
-        "tokenizer.ggml.merges": None,
-        "llama.vocab_size": len(PIECES) + len(MERGED),
-        **{f"tokenizer.ggml.{flag}": value for flag, value in flags.items()},
-    }
-    write_gguf(tmp_path / "m.gguf", keys=keys, vocab_size=len(PIECES) + len(MERGED))
+    write_pieces(tmp_path / "m.gguf", [0.0, -1.0, -2.0, -3.0], **flags)
     tokenizer = PretrainedHandle(str(tmp_path / "m.gguf")).tokenizer()
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == tokens
     if "<" not in text:
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("scores", "named"),
+    [
+        ([0.0, -1.0, -1.0, -2.0], "tokenizer.ggml.scores has -1 for both '▁a' and 'hat'"),
+        ([0.0, -1.0, -2.0, float("nan")], "tokenizer.ggml.scores has 14 entries, not 14 finite numbers"),
+    ],
+)
+def test_scores_that_leave_the_order_of_two_merges_open_are_refused(tmp_path, scores, named):
+    """In "hat" with ha and at of one score llama.cpp joins ha, and in "ath" at: the one that stands first."""
+    write_pieces(tmp_path / "m.gguf", scores)
+    assert named in refused(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -179,6 +198,7 @@ def test_a_text_gets_the_pieces_with_the_highest_scores_and_a_space_before_it(tm
         ({"keys": {"tokenizer.ggml.add_space_prefix": True}}, "tokenizer.ggml.add_space_prefix=True"),
         ({"keys": {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}}, "bos_token_id is mis"),
         ({"keys": {"tokenizer.ggml.eos_token_id": 999}}, "tokenizer.ggml.eos_token_id=999"),
+        ({"keys": {"tokenizer.ggml.eot_token_id": 999}}, "tokenizer.ggml.eot_token_id=999"),
         ({"keys": {"tokenizer.ggml.precompiled_charsmap": "x"}}, "tokenizer.ggml.precompiled_charsmap='x'"),
         ({"keys": {"general.type": "adapter"}}, "general.type='adapter'"),
         ({"keys": {"split.count": 2}}, "split.count=2"),
@@ -198,6 +218,10 @@ def test_a_text_gets_the_pieces_with_the_highest_scores_and_a_space_before_it(tm
         ({"keys": {"llama.context_length": "many"}}, "llama.context_length='many'"),
         ({"keys": {"llama.rope.scaling.type": "longrope"}}, "llama.rope.scaling.type=longrope"),
         ({"keys": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type=yarn"),
+        (
+            {"keys": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.5}},
+            "linear with the factor 0.5 ",
+        ),
         ({"keys": {"llama.rope.scaling.factor": 2.0}}, "with the factor 2 has no counterpart"),
         ({"extra": {"rope_freqs.weight": np.array([1, 1, 1, 8], np.float32)}}, "rope_freqs.weight does not extend"),
         ({"keys": {"tokenizer.ggml.merges": None}}, "tokenizer.ggml.merges is missing"),

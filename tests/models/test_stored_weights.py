@@ -1,14 +1,19 @@
 """Linear weights stored in 16 bits: which weights are stored, and that no result under autocast changes."""
 
+import gc
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ppo_rlhf.models.adapters import LoraSettings
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
 from ppo_rlhf.passes.forward import backbone_of, logits_of
-from tests.tiny_models import KINDS, tiny_model, with_trained_adapter
+from tests.tiny_models import KINDS, save, tiny_model, with_trained_adapter
 
 IDS = torch.tensor([[3, 9, 14, 6, 12]])
 MODELS = {
@@ -46,6 +51,20 @@ def test_linear_weights_and_biases_are_stored_and_a_head_that_is_the_embedding_i
     others = [module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.Embedding)]
     assert {p.dtype for module in others for p in module.parameters(recurse=False)} == {torch.float32}
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/maps lists the mapped files")
+def test_the_mapped_file_of_the_weights_is_let_go(tmp_path):
+    save(tmp_path, tiny_model())
+    model, file = PretrainedHandle(str(tmp_path)).causal_lm(), str(tmp_path / "model.safetensors")
+
+    def is_mapped() -> bool:
+        gc.collect()
+        return file in Path("/proc/self/maps").read_text()
+
+    assert is_mapped()
+    store_linear_weights(model, torch.bfloat16)
+    assert not is_mapped()
 
 
 def test_a_weight_that_two_layers_share_is_stored_once():

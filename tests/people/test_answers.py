@@ -54,7 +54,15 @@ def test_people_are_told_apart_by_either_name_of_the_column(name: str) -> None:
         ([{"answer": "A"}, {"answer": "A"}], "pair 1 has 2 answers, and not all have a time"),
         ([{"answer": "A", "person": "x"}, {"answer": "B", "person": "x", "time": 1e9}], "2 answers of x, and not all"),
         ([{"answer": a, "time": 1e9} for a in "AB"], "2 answers, of which A and B have one time"),
-        ([{"answer": "A", "rater": w, "time": 1e9 + n} for n, w in enumerate("xy")], "2 answers, and no column person"),
+        ([{"answer": "A", "rater": w, "time": 1e9 + n} for n, w in enumerate("xy")], "2 answers, and no person says"),
+        (
+            [{"answer": a, "person": "", "email": a} for a in "AB"],
+            "2 answers, and no person says whose.* columns email",
+        ),
+        (
+            [{"answer": a, "annotator": None, "email": a, "time": 1e9} for a in "AB"],
+            "2 answers, and no person says whose",
+        ),
         ([{"answer": "A", "person": "x", "annotator": "y"}], "row 0: both person and annotator"),
     ],
 )

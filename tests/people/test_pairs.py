@@ -14,7 +14,8 @@ from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.people import pairs
-from ppo_rlhf.people.pairs import NUMBERS, FeedbackConfig, contents, sample_comparisons
+from ppo_rlhf.people.answers import NUMBERS
+from ppo_rlhf.people.pairs import FeedbackConfig, contents, sample_comparisons
 from tests.tiny_models import END, PAD, VOCABULARY, draw_weights, tiny_model, word_tokenizer
 
 PPO = PPOConfig(response_length=3, device="cpu", dtype="float32")

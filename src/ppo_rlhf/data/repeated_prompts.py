@@ -5,6 +5,8 @@ prompt's words.
 """
 
 import logging
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -22,14 +24,23 @@ def split_texts(
 ) -> dict[int, list[str]]:
     """Return by row number [prompt, *texts] with each prompt once, for rows (number, prompt, texts) of a table.
 
-    If all texts of all rows begin with the row's prompt, the prompt is cut off from the texts. If texts of at most half
-    of the rows do, all texts stay, and one log line says so. One log line also says if most texts have the prompt, but
-    behind other text. `what` are the texts, and `fix` what to do if they are whole texts, as messages say it.
+    If all texts of all rows begin with the row's prompt, the prompt is cut off from the texts, as often as they begin
+    with it. If texts of at most half of the rows do, all texts stay, and one log line says so. One log line also says
+    if most texts have the prompt, but behind other text. `what` are the texts, and `fix` what to do if they are whole
+    texts, as messages say it.
 
     Raises:
         DataError: In more than half of the rows a text begins with the prompt, but not all texts of all rows do.
     """
+    found: dict[int, list[str]] = {}
     rows = [row for row in rows if row[1].strip()]
+    while inside := _inside(name, what if not found else f"{what} again", rows, fix):
+        found, rows = inside, [(number, head, tuple(texts)) for number, (head, *texts) in inside.items()]
+    return found
+
+
+def _inside(name: str, what: str, rows: Sequence[tuple[int, str, tuple[str, ...]]], fix: str) -> dict[int, list[str]]:
+    """Cut each prompt off once, as `split_texts`."""
     cut = {number: _cut(prompt, texts) for number, prompt, texts in rows}
     inside = {number: parts for number, parts in cut.items() if parts is not None}
     if inside and len(inside) == len(rows):
@@ -43,7 +54,7 @@ def split_texts(
     if begun:
         say_once(f"{counted} (the first is row {begun[0]}). These rows are read as they stand, behind the prompt.")
         return {}
-    again = [number for number, prompt, texts in rows if prompt.strip() in reduce(_shared, texts)]
+    again = [number for number, prompt, texts in rows if _spelt(prompt.strip()) in reduce(_shared, map(_spelt, texts))]
     if 2 * len(again) > len(rows):
         say_once(
             f"{name}: in {len(again)} of {len(rows)} rows (the first is row {again[0]}) the prompt stands again within "
@@ -71,30 +82,40 @@ def split_chat(prompt: Chat, answer: Chat, where: str) -> tuple[Chat, Chat]:
             if left is not None:
                 rest = left
                 break
-    else:
-        if asked and asked[-1]["role"] == _USER and rest and rest[0]["role"] == _USER:
-            raise DataError(
-                f"{where}: the prompt ends with a user's message, and the answer begins with another one. Give the "
-                "answer alone, or with the whole prompt before it."
-            )
+    if asked and asked[-1]["role"] == _USER and rest and rest[0]["role"] == _USER:
+        raise DataError(
+            f"{where}: the prompt ends with a user's message, and the answer begins with another one. Give the "
+            "answer alone, or with the whole prompt once before it."
+        )
     if not rest:
         raise DataError(f"{where}: the answer has nothing behind the prompt. Give an answer, or remove the row.")
     return [*(system or repeated), *asked], rest
 
 
 def _cut(prompt: str, texts: tuple[str, ...]) -> list[str] | None:
-    """Return [prompt, *texts] with the prompt cut off from texts that begin with it, spaces around it aside."""
-    heads = set()
-    for text in texts:
-        if text.startswith(prompt):
-            heads.add(prompt)
-        elif text.lstrip().startswith(prompt.strip()):
-            heads.add(text[: len(text) - len(text.lstrip()) + len(prompt.strip())])
-    if len(heads) != 1 or not all(text.startswith(tuple(heads)) for text in texts):
+    """Return [prompt, *texts] with the prompt cut off from texts that all begin with it in one spelling."""
+    head = _beginning(prompt, texts[0])
+    if head is None or not all(text.startswith(head) for text in texts):
         return None
-    (head,) = heads
     rests = [text[len(head) :] for text in texts]
     return [head, *rests] if any(rest.strip() for rest in rests) else None
+
+
+def _beginning(prompt: str, text: str) -> str | None:
+    """Return the beginning of a text that is the prompt, but for spaces around it and its spelling (`_spelt`)."""
+    if text.startswith(prompt):
+        return prompt
+    start, wanted = len(text) - len(text.lstrip()), _spelt(prompt.strip())
+    if not wanted or not _spelt(text[start:]).startswith(wanted):
+        return None
+    lengths = range(len(text) - start + 1)
+    end = start + bisect_right(lengths, len(wanted), key=lambda length: len(_spelt(text[start:][:length]))) - 1
+    return text[:end] if _spelt(text[start:end]) == wanted else None
+
+
+def _spelt(text: str) -> str:
+    """Return a text with line ends and composed characters in one of the ways to write them."""
+    return unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _shared(first: str, second: str) -> str:
@@ -116,10 +137,10 @@ def _behind(repeated: Chat, chat: Chat) -> Chat | None:
     if _key(again) == _key(last):
         return rest
     begun, whole = last["content"], again["content"]
-    if last["role"] == again["role"] == ASSISTANT and begun and (whole or "").startswith(begun):
-        return [{**again, "content": whole[len(begun) :]}, *rest]
+    if last["role"] == again["role"] == ASSISTANT and begun and (head := _beginning(begun, whole or "")) is not None:
+        return [{**again, "content": whole[len(head) :]}, *rest]
     return None
 
 
 def _key(message: dict[str, Any]) -> list[Any]:
-    return [message["role"], (message["content"] or "").strip(), *(message.get(key) for key in CALLS)]
+    return [message["role"], _spelt((message["content"] or "").strip()), *(message.get(key) for key in CALLS)]

@@ -27,7 +27,14 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.hooks.run_description import PROCESSES, PROJECT_PATH, RunDescription, as_text, functions_in
+from ppo_rlhf.hooks.run_description import (
+    PROCESSES,
+    PROJECT_PATH,
+    VERSIONS,
+    RunDescription,
+    as_text,
+    functions_in,
+)
 from ppo_rlhf.hooks.run_record import RUN_FILE, RunRecord
 from ppo_rlhf.runner import plan_loop
 from ppo_rlhf.runtime.locks import lock_run
@@ -47,10 +54,11 @@ BATCH = ("ppo.per_device_train_batch_size", "ppo.gradient_accumulation_steps", P
 """Params and tag whose product, the rollout batch, stays the same on resume."""
 BIT_IDENTICAL = "bit_identical"
 LABELLER, LABELLED, EVALUATION = "reward_modelling.labeller", "preferences", "params:evaluation"
-_COMPARED_TAG = re.compile(r"pipeline|environment|version\..+|launch\..+|data\..+\.fingerprint")
-_OF_THE_MACHINE = ("version.", "launch.")
-"""Prefixes of the tags of software versions and of the launch. A resumed run may have other versions or another launch,
-but its results are then not bit-identical."""
+_COMPARED_TAG = re.compile(r"pipeline|environment|launch\..+|data\..+\.fingerprint")
+_VERSION = "version."
+_OF_THE_MACHINE = (_VERSION, "launch.")
+"""Prefixes of the names of software versions and of the launch. A resumed run may have other versions or another
+launch, but its results are then not bit-identical."""
 
 Named = tuple[str, Path | None]
 """The id of a run, and the checkpoint if `resume` names a checkpoint rather than a run."""
@@ -356,4 +364,6 @@ def as_last_resumed(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _compared(tags: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in tags.items() if _COMPARED_TAG.fullmatch(name)}
+    versions = dict(each.split(" ", 1) for each in filter(None, tags.get(VERSIONS, "").split(", ")))
+    of_packages = {f"{_VERSION}{package}": version for package, version in versions.items()}
+    return {name: value for name, value in tags.items() if _COMPARED_TAG.fullmatch(name)} | of_packages

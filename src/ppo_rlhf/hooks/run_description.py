@@ -37,9 +37,14 @@ INPUT_PATH = re.compile(r"data\..+\.path")
 PROCESSES = "launch.processes"
 """The tag with the number of a run's processes."""
 DIGITS = 8  # number of digits of a fingerprint to log: MLflow allows 36, but 36 digits are too long for MLflow's pages
-UNLOGGED = ("session_id", "env", "kedro_version", "pipeline_name", "pipeline_names", "is_async", "only_missing_outputs")
+UNLOGGED = (
+    *("session_id", "run_id", "env", "kedro_version", "pipeline_name", "pipeline_names", "is_async"),
+    *("only_missing_outputs", "runner", "runtime_params"),
+)
 """Kedro's parameters of a run that are no tags: other tags have what they say, or nobody looks for it, and MLflow's
 page may show all tags above the verdict."""
+VERSIONS = "versions"
+"""The tag with the versions of Python and of `PACKAGES`, as `<name> <version>, …`."""
 PACKAGES = ("ppo_rlhf", "kedro", "mlflow", "torch", "transformers", "trl")
 FUNCTION = re.compile(r'(?:^|")([A-Za-z_][\w.]*):[A-Za-z_]\w*(?:$|")')
 """A text `module:name`, by which parameters name a Python function."""
@@ -122,8 +127,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         "host": platform.node(),
         PROCESSES: str(process_count()),
         **_git_tags(project_path),
-        "version.python": platform.python_version(),
-        **{f"version.{name}": importlib.metadata.version(name) for name in PACKAGES},
+        VERSIONS: ", ".join([f"python {platform.python_version()}", *map(_versioned, PACKAGES)]),
         **inputs,
         **_function_tags(params, project_path),
     }
@@ -144,8 +148,12 @@ def _given(run_params: Mapping[str, Any]) -> str:
 
 
 def _tag(value: Any) -> str:
-    """Return a tag's value: a text unchanged, any other value as JSON, a runner's `repr` as the name of its class."""
-    return re.sub(r"^<([\w.]+)\W.*>$", r"\1", value) if isinstance(value, str) else json.dumps(value, default=str)
+    """Return a tag's value: a text unchanged, any other value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _versioned(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package)}"
 
 
 def verdict_of(summary: Mapping[str, Any]) -> str:

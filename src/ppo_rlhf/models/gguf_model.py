@@ -29,7 +29,7 @@ from transformers import (
 
 from ppo_rlhf.models.gguf_header import GGUFHeader, StoredTensor
 from ppo_rlhf.models.gguf_keys import Keys
-from ppo_rlhf.models.gguf_tokenizer import tokenizer_of
+from ppo_rlhf.models.gguf_tokenizer import token_id, tokenizer_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 OUTPUT = "output.weight"
@@ -89,9 +89,9 @@ def described(header: GGUFHeader, file: BinaryIO) -> Described:
         raise ValueError(
             f"general.architecture={keys.architecture}, which is not known here; known: {', '.join(ARCHITECTURES)}"
         )
-    ends = [keys.take(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eot", "eom")]
     license_name = keys.take("general.license", str, None)
     tokenizer = tokenizer_of(keys)
+    ends = [token_id(keys, f"tokenizer.ggml.{name}_token_id", len(tokenizer)) for name in ("eot", "eom")]
     config = _config(keys, found, header, file, tokenizer)
     keys.refuse_others()
     _names(header, config)
@@ -161,7 +161,7 @@ def _rope(keys: Keys, of_head: int, header: GGUFHeader, file: BinaryIO) -> dict[
     """Return the settings of rotary positions, with an extension of the context if the file has one."""
     base = keys.take("{}.rope.freq_base", float, 10_000.0)
     kind = keys.take("{}.rope.scaling.type", str, "none")
-    factor = keys.take("{}.rope.scaling.factor", float, 1.0)
+    factor = keys.take("{}.rope.scaling.factor", float, 1.0) or 1.0  # llama.cpp reads 0 as 1
     before = keys.take("{}.rope.scaling.original_context_length", int, None)
     keys.take("{}.rope.scaling.finetuned", bool, False)  # says only whether the model was trained further
     factors = _rope_factors(header, file)
@@ -177,16 +177,16 @@ def _rope(keys: Keys, of_head: int, header: GGUFHeader, file: BinaryIO) -> dict[
             "original_max_position_embeddings": LLAMA3_CONTEXT,
         }
         expected = _llama3_factors(base, of_head, most)
-        is_plain = kind == "none" and factor in (0.0, 1.0)
+        is_plain = kind == "none" and factor == 1.0
         if not is_plain or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3, atol=0.0):
             raise ValueError(f"the tensor {ROPE_FACTORS} does not extend the context as Llama 3.1 does")
         return scaled
     match kind:
-        case "none" if factor in (0.0, 1.0):
+        case "none" if factor == 1.0:
             return plain
-        case "linear":
+        case "linear" if 1.0 <= factor < math.inf:
             return plain | {"rope_type": "linear", "factor": factor}
-        case "yarn" if before is not None:
+        case "yarn" if 1.0 <= factor < math.inf and before:
             return plain | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}
     raise ValueError(f"{keys.architecture}.rope.scaling.type={kind} with the factor {factor:g} has no counterpart")
 

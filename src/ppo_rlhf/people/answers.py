@@ -24,6 +24,9 @@ ANSWERS = ("A", "B", "tie", "both bad")
 """The answers that people can give."""
 NUMBER, ANSWER, PERSON, TIME, RATIONALE = "number", "answer", "person", "time", "rationale"
 """Columns of a table of people's answers. Only `number` and `answer` are needed; rationales are for people."""
+NUMBERS = range(1_000_000, 10_000_000)
+"""The numbers that a pair may have: seven digits, which every program carries whole (a spreadsheet keeps fifteen, and
+shows more than eleven as a power of ten)."""
 ANNOTATOR = "annotator"
 """Label Studio's name of the column `person`."""
 SHEET = ("number", "prompt", "tools", "response_a", "response_b", "cut_off_a", "cut_off_b")
@@ -83,8 +86,7 @@ def answers_of(table: Iterable[Mapping[str, Any]], source: str) -> dict[int, dic
     unread = [name for name in columns if name not in _READ]
     if unread:
         log.warning("%s: these columns are not read: %s.", source, ", ".join(unread))
-    is_named = PERSON in columns or ANNOTATOR in columns
-    newest = {key: _newest(answers, key, source, [] if is_named else unread) for key, answers in given.items()}
+    newest = {key: _newest(answers, key, source, unread) for key, answers in given.items()}
     if others := [answer for answer in newest.values() if answer not in ANSWERS]:
         log.warning(
             "%s: %d answers are not one of %s and are left out: %s.",
@@ -105,16 +107,16 @@ def _newest(
 ) -> str:
     """Return a person's newest answer to a pair.
 
-    `key` is the pair's number and the person; `unread` are columns that may name people, if no column that is read
-    does.
+    `key` is the pair's number and the person; `unread` are columns that may name people where the columns that are read
+    name nobody.
     """
     if len(answers) == 1:
         return answers[0][1]
     number, person = key
-    if unread:
+    if person == _NOBODY and unread:
         raise DataError(
-            f"{source}: pair {number} has {len(answers)} answers, and no column {PERSON} says whose. Rename the column "
-            f"of people's names to {PERSON}, or remove the columns {', '.join(unread)}."
+            f"{source}: pair {number} has {len(answers)} answers, and no {PERSON} says whose. If a column has people's "
+            f"names, call it {PERSON}; remove the columns {', '.join(unread)} if they have none."
         )
     whose = f"{source}: pair {number} has {len(answers)} answers" + (f" of {person}" if person != _NOBODY else "")
     times = [time for time, _ in answers if time is not None]

@@ -1,8 +1,7 @@
 """Sample pairs of responses for people to compare: two responses of one policy, or one response of each of two
 policies.
 
-Each pair has a number that no other pair of the project has: seven random digits, which every program carries whole
-(a spreadsheet keeps fifteen, and shows more than eleven as a power of ten).
+Each pair has a number that no other pair of the project has.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from ppo_rlhf.data.chats import TOOLS
 from ppo_rlhf.data.prompt_dataset import PromptDataset, as_json
 from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
 from ppo_rlhf.passes.sampling import SamplingSettings
-from ppo_rlhf.people.answers import RANDOM
+from ppo_rlhf.people.answers import NUMBERS, RANDOM
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.runtime.paths import last_name
 from ppo_rlhf.runtime.processes import on_main
 
-NUMBERS = range(1_000_000, 10_000_000)
-"""The numbers that a pair may have."""
 SHOWN = ("number", "prompt", "prompt_chat", "tools", "columns", "response_a", "response_b", "cut_off_a", "cut_off_b")
 COLUMNS = (*SHOWN, "place", "policy_is_a", RANDOM)
 _NAME = re.compile(r"[\w][\w .+-]{0,199}")
