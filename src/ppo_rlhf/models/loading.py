@@ -276,6 +276,10 @@ class PretrainedHandle:
             )
         return model
 
+    def frozen_lm(self, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+        """Return the language model (`causal_lm`) on a device, for passes only: none of its weights gets a gradient."""
+        return nn.Module.to(self.causal_lm(dtype).requires_grad_(False), device)
+
     def left_out(self, model: PreTrainedModel) -> str:
         """Return the names of the checkpoint's parts, such as vision, that `model`, loaded from it, does not have."""
         return parts_left_out(self.config(), model)
