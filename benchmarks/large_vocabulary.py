@@ -8,6 +8,7 @@ The weights are random, and the tokenizer is a list of words. The peak is of res
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import tempfile
 import time
@@ -108,7 +109,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> None:
     print(
         f"{'LoRA' if arguments.lora else 'whole weights'}, {arguments.dtype}: {ready - started:.1f} CPU seconds until "
         f"ready, {len(reads)} readings of the tokenizer, then {ends[-1] - ready:.1f} for {arguments.iterations} "
-        f"iterations; from reward to reward {', '.join(f'{b - a:.1f}' for a, b in zip(ends, ends[1:]))}; peak "
+        f"iterations; from reward to reward {', '.join(f'{b - a:.1f}' for a, b in itertools.pairwise(ends))}; peak "
         f"{peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}, {planned / peak:.2f} of it"
     )
 
