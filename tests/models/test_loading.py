@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
+    AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -33,11 +34,13 @@ from ppo_rlhf.models.directories import check_model_directory, hub_answers, is_l
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.preparation import disable_dropout, fuse_activations, prepare
 from ppo_rlhf.models.reward_model import CausalLMRewardModel
-from ppo_rlhf.models.tokenizers import check_vocabulary
+from ppo_rlhf.models.tokenizers import check_vocabulary, same_vocabulary
 from ppo_rlhf.runtime.log_lines import quiet_transformers
 from tests.own_code import save_with_own_code
 from tests.tiny_models import (
+    END,
     KINDS,
+    PAD,
     VOCABULARY,
     draw_weights,
     named_model,
@@ -144,6 +147,20 @@ def test_the_tokenizer_has_a_pad_token_and_pads_on_the_left(tmp_path):
     handle = PretrainedHandle(save(tmp_path / "model", tiny_model(), word_tokenizer(pad_token=None)))
     assert handle.tokenizer().pad_token == "<unk>"
     assert handle.tokenizer().padding_side == "left"
+
+
+def test_a_tokenizer_is_read_once_while_its_files_are_the_same_and_each_handle_has_its_own(tmp_path, monkeypatch):
+    folder, read = save(tmp_path / "model", tiny_model(), word_tokenizer()), []
+    load = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **options: read.append(a) or load(*a, **options))
+    first, second = (PretrainedHandle(str(folder)).tokenizer() for _ in range(2))
+    first.padding_side, first.pad_token, first.chat_template = "right", first.eos_token, "other"
+    assert (second.padding_side, second.pad_token_id, second.chat_template) == ("left", PAD, None)
+    assert same_vocabulary(first, second)
+    assert len(read) == 1
+    word_tokenizer(pad_token="</s>").save_pretrained(folder)
+    assert PretrainedHandle(str(folder)).tokenizer().pad_token_id == END
+    assert len(read) == 2
 
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused(tmp_path):

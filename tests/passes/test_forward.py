@@ -154,6 +154,22 @@ def test_a_probe_leaves_neither_hooks_nor_gradients():
     assert all(parameter.grad is None for parameter in backbone.parameters())
 
 
+def test_the_probe_of_padding_holds_one_gradient_at_a_time_and_none_of_the_embedding():
+    backbone = tiny_model("llama", pad_token_id=0).base_model
+    backbone.set_attn_implementation("eager")
+    held = []
+
+    def count(_: object) -> None:
+        held.append([name for name, weight in backbone.named_parameters() if weight.grad is not None])
+
+    for weight in backbone.parameters():
+        weight.register_post_accumulate_grad_hook(count)
+    assert not packs(backbone)
+    names = {name for name, _ in backbone.named_parameters()} - {"embed_tokens.weight"}
+    assert sorted(name for (name,) in held) == sorted(names)
+    assert all(weight.grad is None for weight in backbone.parameters())
+
+
 @pytest.mark.parametrize("config", DISTURBED_BY_PADDING, ids=lambda config: config.model_type)
 def test_a_model_whose_states_padding_changes_is_refused(config):
     backbone = of_config(config).base_model

@@ -22,7 +22,7 @@ SETTINGS = {
 def take_the_plain_path(monkeypatch) -> None:
     monkeypatch.setattr(forward, "packs", lambda _: False)
     monkeypatch.setattr("ppo_rlhf.ppo.learner.packs", lambda _: False)
-    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 2**24)
+    monkeypatch.setattr(response_logprobs, "logits_held", lambda _: 2**24)
 
 
 def replayed(run, recorded: list) -> list[dict[str, float]]:
@@ -49,7 +49,7 @@ def replayed(run, recorded: list) -> list[dict[str, float]]:
 def test_losses_and_weights_on_replayed_rollouts_are_those_of_the_plain_path(
     make_run, snapshot, monkeypatch, kind, options
 ):
-    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 5 * 23)  # 5 tokens' logits at a time
+    monkeypatch.setattr(response_logprobs, "logits_held", lambda _: 5 * 23)  # 5 tokens' logits at a time
     fast = make_run(kind, dtype="float32", **SETTINGS, **options)
     assert not fast.state.learner.computes_padding
     recorded, history = [], []

@@ -1,9 +1,11 @@
 """Batches of prompts and responses, and their log-probabilities against one unpadded row at a time, in plain torch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GraniteConfig, GraniteForCausalLM
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.passes import response_logprobs as module
@@ -56,6 +58,11 @@ def test_gradients_of_gemma_3n_are_finite_for_prompts_of_unequal_length():
     assert model.model.embed_tokens.weight.grad.any()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
+
+GRANITE = GraniteConfig(
+    **{"vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "logits_scaling": 3.0},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0},
+)
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
@@ -119,14 +126,25 @@ def test_half_precision_logits_are_widened(make_model, batch):
     assert logprobs(model).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("with_entropy", "with_kl"), [(False, False), (True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("kind", "with_entropy", "with_kl"),
+    [
+        ("gpt2", False, False),
+        ("gpt2", True, False),
+        ("gpt2", True, True),
+        ("gpt2", False, True),
+        ("granite", True, True),
+    ],
+)
 def test_logits_in_chunks_give_the_values_and_gradients_of_all_at_once(
-    make_model, monkeypatch, batch, with_entropy, with_kl
+    make_model, monkeypatch, batch, kind, with_entropy, with_kl
 ):
+    """Granite scales its logits: its head is no plain linear layer."""
     actual, reference = [], make_model("llama", seed=3) if with_kl else None
     for held in (2**24, 3 * 23):  # all 19 tokens at once, 3 at a time
-        monkeypatch.setattr(module, "LOGITS_HELD", held)
-        model = make_model("gpt2")
+        monkeypatch.setattr(module, "logits_held", lambda _, held=held: held)
+        torch.manual_seed(0)
+        model = make_model("gpt2") if kind == "gpt2" else GraniteForCausalLM(GRANITE).double()
         tables = statistics(model, batch, 0.7, with_entropy=with_entropy, reference=reference)
         assert [table is not None for table in tables] == [True, with_entropy, with_kl]
         given = [table for table in tables if table is not None]
@@ -162,10 +180,14 @@ def test_logits_are_computed_only_for_response_tokens_and_no_more_are_held_than_
 ):
     model, sizes = make_model("gpt2"), []
     statistics(model, batch)  # the model is probed at the first call
-    model.get_output_embeddings().register_forward_hook(lambda _, __, logits: sizes.append(tuple(logits.shape)))
+
+    def shapes_of(logprobs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda logits, *others: sizes.append(tuple(logits.shape[1:])) or logprobs(logits, *others)
+
+    monkeypatch.setattr(module, "token_logprobs", shapes_of(module.token_logprobs))
     statistics(model, batch)
     assert sizes == [(19, 23)]
     sizes.clear()
-    monkeypatch.setattr(module, "LOGITS_HELD", 4 * 23)
+    monkeypatch.setattr(module, "logits_held", lambda _: 4 * 23)
     statistics(model, batch)[0].sum().backward()
     assert sorted(sizes) == [(3, 23)] * 2 + [(4, 23)] * 8  # 5 chunks; the backward pass computes them again

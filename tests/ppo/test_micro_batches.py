@@ -15,7 +15,7 @@ from ppo_rlhf.checkpoints.restore import restore
 from ppo_rlhf.checkpoints.store import write_checkpoint
 from ppo_rlhf.core import logprobs as core_logprobs
 from ppo_rlhf.core.logprobs import UNKNOWN_CARD, card_bytes
-from ppo_rlhf.passes import response_logprobs
+from ppo_rlhf.passes import free_memory, response_logprobs
 from ppo_rlhf.passes.sharding import local_shard
 from ppo_rlhf.ppo import token_budget as budgets
 from ppo_rlhf.ppo.micro_batches import micro_batches
@@ -33,7 +33,8 @@ LONGEST = 7 + 8
 def fitting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Pretend as much free memory on this CPU as micro-batches of the given number of tokens take in float64."""
     monkeypatch.setattr(budgets, "UNLIMITED_ON", ())
-    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 3 * 23)
+    for module in (budgets, response_logprobs):
+        monkeypatch.setattr(module, "logits_held", lambda _: 3 * 23)
 
     def set_free(tokens: int, moments: int = 2) -> None:
         parameters = 8 * (2 * 23 * 16 + 2 * (16 * (16 + 8 + 8 + 16) + 3 * 16 * 24 + 2 * 16) + 16)  # the policy's
@@ -165,10 +166,10 @@ def test_autocast_copies_all_weights_and_none_under_lora(make_run):
     assert copied(dtype="bfloat16", use_peft=True, lora_r=2) == 0
 
 
-def test_the_card_says_how_many_logits_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    assert response_logprobs.logits_held(CPU) == 2**24
+def test_the_whole_memory_says_how_many_logits_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    assert response_logprobs.logits_held(CPU) == free_memory.host_bytes() // 256
     assert card_bytes(CUDA) == UNKNOWN_CARD  # a device that is only pretended
-    for module in (response_logprobs, core_logprobs):
+    for module in (free_memory, core_logprobs):
         monkeypatch.setattr(module, "card_bytes", lambda device: 24 * 2**30)
     assert response_logprobs.logits_held(CUDA) == 24 * 2**22
     logits = torch.empty(4, 2**13, 1024, device="meta")  # 2^25 logits; a block has 24 * 2^20

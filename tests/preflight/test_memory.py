@@ -17,7 +17,7 @@ from ppo_rlhf.config.advice import head_rate
 from ppo_rlhf.config.ppo import OFFLOADING_FIELDS
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
-from ppo_rlhf.passes import free_memory, response_logprobs
+from ppo_rlhf.passes import free_memory
 from ppo_rlhf.passes.free_memory import sequences_at_a_time
 from ppo_rlhf.ppo import epoch_batches, token_budget
 from ppo_rlhf.ppo.precision import autocast
@@ -134,12 +134,11 @@ def test_an_epochs_tensors_are_counted_to_a_tenth():
     assert sum(map(bytes_of, pieces)) == pytest.approx(expected, rel=0.1)
 
 
-def test_logits_beyond_what_is_held_at_a_time_do_not_count(monkeypatch: pytest.MonkeyPatch):
-    on_card = RunShape(LLAMA, 6, on_cpu=False, card=100 * 256)
+def test_logits_beyond_what_is_held_at_a_time_do_not_count():
+    on_card = RunShape(LLAMA, 6, on_cpu=False, memory=100 * 256)
     before = passing(plan(), "update")
     assert before - passing(plan(on_card, dtype="float32"), "update") == 2 * (8 * 8 * 23 - 100) * 4
-    monkeypatch.setattr(response_logprobs, "LOGITS_HELD", 100)
-    assert before - passing(plan(), "update") == 2 * (8 * 8 * 23 - 100) * 4
+    assert before - passing(plan(replace(on_card, on_cpu=True)), "update") == 2 * (8 * 8 * 23 - 100) * 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(None, 8), (1000, 8), (28, 2), (27, 1), (5, 1)])
@@ -155,7 +154,7 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
     held, gradients = sum(plan().held.values()), plan().held[MOMENTS] // 2
     logits, epoch = 2 * card // 256 * 4, 8 * (14 * 64 + 8 * 61)
     free = held + gradients + epoch + logits + math.ceil((fitting + 0.5) * kept / 0.8)
-    shape = RunShape(LLAMA, 6, on_cpu=False, free=free, card=card)
+    shape = RunShape(LLAMA, 6, on_cpu=False, free=free, memory=card)
     planned = plan(shape, dtype="float32")
     assert (planned.update_tokens, planned.update_rows) == (max(2, fitting), rows)
     taken = rows * 14 * kept + 2 * min(rows * 8 * 23, card // 256) * 4
@@ -166,7 +165,7 @@ def test_on_a_gpu_the_free_memory_says_how_many_tokens_a_micro_batch_has(fitting
 
 
 def test_scoring_takes_as_many_responses_as_fit_beside_what_is_held():
-    shape, one_layer = RunShape(LLAMA, 6, on_cpu=False, card=2**30), int(1.5 * 2 * 232) * 4 // 2
+    shape, one_layer = RunShape(LLAMA, 6, on_cpu=False, memory=2**30), int(1.5 * 2 * 232) * 4 // 2
     settings = {"dtype": "float32", "max_tokens_per_micro_batch": 14}
     held = sum(plan(shape, **settings).held.values())
     for fitting, rows in ((8, 8), (7, 4)):
@@ -236,12 +235,13 @@ def test_a_moving_average_an_evaluation_and_casts_to_16_bits_count():
     ids=str,
 )
 def test_a_run_takes_as_many_tokens_and_responses_at_a_time_as_its_plan_says(settings: dict[str, Any], monkeypatch):
-    """An accelerator is pretended, whose memory holds as many logits at a time as a CPU."""
+    """An accelerator is pretended, whose memory holds 2^24 logits at a time."""
     run = build_run("llama", **{"dtype": "float32", "local_rollout_forward_batch_size": None, **settings})
-    shape = RunShape(run.reference.config, max(run.prompts.lengths), on_cpu=False, card=2**24 * 256)
+    shape = RunShape(run.reference.config, max(run.prompts.lengths), on_cpu=False, memory=2**24 * 256)
     held = plan_memory(run.config, shape).held
     budgets, rows = set(), set()
     monkeypatch.setattr(token_budget, "UNLIMITED_ON", ())
+    monkeypatch.setattr(token_budget, "logits_held", lambda _: 2**24)
     for left in (2**14, 2**15, 2**16, 2**28, 2**28 + 2**20):
         planned = plan_memory(run.config, replace(shape, free=sum(held.values()) + left))
         monkeypatch.setattr(token_budget, "free_bytes", lambda _, left=left: left + held[MOMENTS])

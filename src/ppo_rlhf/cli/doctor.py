@@ -142,6 +142,8 @@ def _run(
     yield from findings
     is_asked = any(value is not None for value in options.values())
     if is_asked or all(level != "problem" for level, *_ in findings):
+        if not options["model"]:
+            yield from _refusals_found("Memory", _supervised(request))
         yield from _refusals_found("Memory", _memory(request, options))
     if probe:
         yield from _refusals_found("Probe", _probes(request, options["model"]))
@@ -235,6 +237,13 @@ def _settings(context: Any, request: RunRequest, pipelines: list[str]) -> Iterat
     if not problems:
         names = ", ".join(pipelines or [f"`kedro run{env_option(context.env)}`"])
         yield "ok", "Settings", f"{names}, {len(request.pipeline.nodes)} nodes.{f' {parts}' if parts else ''}"
+
+
+def _supervised(run: RunRequest) -> Iterator[Finding]:
+    """Yield a line of memory and time for SFT and for the training of a reward model."""
+    from ppo_rlhf.preflight.supervised_plan import describe
+
+    yield from ((level, "Memory", f"{group}: {line}") for level, group, line in describe(run))
 
 
 def _memory(run: RunRequest, options: dict[str, Any]) -> Iterator[Finding | str]:

@@ -120,7 +120,7 @@ class _Policies:
         self.tokenizer = sft.tokenizer()
         check_vocabularies(ppo, sft)
         handles = {"SFT": sft, "PPO": ppo}
-        self.models = {name: handle.causal_lm(dtype).to(device) for name, handle in handles.items()}  # type: ignore[arg-type]
+        self.models = {name: handle.frozen_lm(dtype, device) for name, handle in handles.items()}
         self.scorer = None
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))

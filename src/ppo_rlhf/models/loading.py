@@ -70,6 +70,7 @@ from ppo_rlhf.models.tokenizers import (
     check_vocabulary,
     ensure_pad_id,
     ensure_pad_token,
+    kept,
     set_template_defaults,
     templates_of,
 )
@@ -231,7 +232,8 @@ class PretrainedHandle:
             return self.base.tokenizer()
         if is_local(self.source) and not any(any(Path(self.place).glob(names)) for names in TOKENIZER_FILES):
             raise ModelError(f"{self.source}: this model directory has no tokenizer.json. Save the tokenizer there.")
-        tokenizer = self._read("tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
+        read = partial(self._read, "tokenizer", AutoTokenizer.from_pretrained, padding_side="left")
+        tokenizer = kept((self.place, self._revision, self.trust_remote_code, self._state_of_files()), read)
         if self.gguf:
             tokenizer.name_or_path = self.source  # messages name the user's file, not the unpacked directory
         ensure_pad_token(tokenizer, config)
@@ -275,6 +277,10 @@ class PretrainedHandle:
                 f"checkpoint's {parts} is left out."
             )
         return model
+
+    def frozen_lm(self, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+        """Return the language model (`causal_lm`) on a device, for passes only: none of its weights gets a gradient."""
+        return nn.Module.to(self.causal_lm(dtype).requires_grad_(False), device)
 
     def left_out(self, model: PreTrainedModel) -> str:
         """Return the names of the checkpoint's parts, such as vision, that `model`, loaded from it, does not have."""
@@ -465,6 +471,13 @@ class PretrainedHandle:
 
     def _file(self, name: str, *, local_files_only: bool = False) -> Path | None:
         return find_file(self.place, self._revision, name, local_files_only=local_files_only)
+
+    def _state_of_files(self) -> tuple[Any, ...]:
+        """Return name, time and size of each file of a local model; for a model on the hub a path with its commit."""
+        if not is_local(self.source):
+            return (self._file("tokenizer_config.json"),)
+        files = sorted(path for path in Path(self.place).iterdir() if path.is_file())
+        return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
 
     def _unreadable(self, what: str, error: Exception) -> ModelError:
         where = "its" if is_local(self.source) else "there is no such directory, and as a hub id its"

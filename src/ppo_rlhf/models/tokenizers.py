@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,22 @@ _INCOMPLETE = "\ufffd"
 _CONTEXT = 8  # number of tokens of context that `token_texts` decodes before the first token
 # Placeholder for a message's content: the text around it is what a chat template writes around the content
 CONTENT_MARK = "⁂ANSWER⁂"
+
+MOST_KEPT = 4  # tokenizers that a process keeps
+_kept: dict[Hashable, PreTrainedTokenizerBase] = {}
+
+
+def kept(key: Hashable, read: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """Return a copy of the tokenizer of a key, which is read once: 262,144 tokens take a second and 60 to 300 MiB.
+
+    The copies have their own pad token, side of padding and templates, and share the vocabulary, which nobody changes.
+    """
+    if key not in _kept:
+        while len(_kept) >= MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[key] = read()
+    shared = getattr(_kept[key], "_tokenizer", None)
+    return copy.deepcopy(_kept[key], {} if shared is None else {id(shared): shared})
 
 
 def ensure_pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -218,7 +235,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def same_vocabulary(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
     """Return whether both tokenizers give every token the same id."""
-    return first is second or first.get_vocab() == second.get_vocab()
+    vocabularies = [getattr(each, "_tokenizer", each) for each in (first, second)]
+    return vocabularies[0] is vocabularies[1] or first.get_vocab() == second.get_vocab()
 
 
 def append_end(ids: list[int], eos: int | None) -> list[int]:

@@ -74,6 +74,44 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
     on. A gradient shows a dependence more reliably than a changed token: in a model with small weights, a changed token
     hardly changes the hidden states.
     """
+    with _embedded(backbone) as embedded, torch.enable_grad():
+        states = compute()
+        # Weight the outputs unequally: the plain sum of a layer norm's outputs is constant and has no gradient.
+        weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)
+        (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
+    return gradient
+
+
+def has_finite_gradients(backbone: PreTrainedModel, compute: Callable[[], Tensor]) -> bool:
+    """Return whether all weights that train get finite gradients from the sum of what `compute` returns.
+
+    Only one weight's gradient is in memory at a time, and none of the embedding: the gradient of its output counts.
+    """
+    trained = [weight for weight in backbone.parameters() if weight.requires_grad]
+    are_finite: list[Tensor] = []
+
+    def check(tensor: Tensor) -> None:
+        # The norm needs no further tensor of the gradient's size
+        are_finite.append(torch.linalg.vector_norm(cast(Tensor, tensor.grad), torch.inf).isfinite())
+        tensor.grad = None
+
+    handles = [weight.register_post_accumulate_grad_hook(check) for weight in trained]
+    try:
+        with _embedded(backbone) as embedded, torch.enable_grad():
+            total = compute().sum()
+            if any(weight.requires_grad for weight in backbone.get_input_embeddings().parameters()):
+                handles += [each.register_post_accumulate_grad_hook(check) for each in embedded]
+            if trained:
+                total.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return all(map(bool, are_finite))
+
+
+@contextmanager
+def _embedded(backbone: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Cut the graph behind the embedding within the block, and list its outputs, as leaves that get gradients."""
     embedded: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -82,14 +120,9 @@ def embedding_gradient(backbone: PreTrainedModel, compute: Callable[[], Tensor])
 
     handle = backbone.get_input_embeddings().register_forward_hook(keep)
     try:
-        with torch.enable_grad():
-            states = compute()
-            # Weight the outputs unequally: the plain sum of a layer norm's outputs is constant and has no gradient.
-            weights = torch.linspace(1.0, 2.0, states.numel(), device=states.device)
-            (gradient,) = torch.autograd.grad(states.flatten() @ weights.to(states.dtype), embedded)
+        yield embedded
     finally:
         handle.remove()
-    return gradient
 
 
 def check_causal(model: PreTrainedModel, where: str) -> None:

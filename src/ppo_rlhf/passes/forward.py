@@ -22,6 +22,7 @@ from ppo_rlhf.passes.capabilities import (
     PROBE_ERRORS,
     are_close,
     embedding_gradient,
+    has_finite_gradients,
     hidden_states_alone,
     pad_id_of,
     probe_ids,
@@ -156,13 +157,10 @@ def _check_padding(backbone: PreTrainedModel) -> None:
     left = TokenRows.of(ids.expand(2, -1), mask, (mask.cumsum(-1) - 1).clamp(min=0)).to(backbone.device)
     pad_id = pad_id_of(backbone.config) or 0
     right = right_padded([ids.tolist(), ids[3:].tolist()], pad_id).to(backbone.device)
-    trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
     with probing(backbone):
         both = torch.stack([_padded_hidden_states(backbone, rows) for rows in (left, right)])
         expected = torch.cat([hidden_states_alone(backbone, row) for row in (ids, ids[3:])])
-        with torch.enable_grad():
-            total = _padded_hidden_states(backbone, right).sum()
-        gradients = torch.autograd.grad(total, trained, allow_unused=True) if trained else ()
+        is_finite = has_finite_gradients(backbone, lambda: _padded_hidden_states(backbone, right))
     refusal = f"{type(backbone).__name__} needs padding, and"
     if backbone.dtype == torch.float64 and expected.isfinite().all() and not both.isfinite().all():
         # transformers' eager attention masks with the lowest float64 number, which its float32 softmax turns into -inf
@@ -172,7 +170,7 @@ def _check_padding(backbone: PreTrainedModel) -> None:
             f"{refusal} padding changes its hidden states: it reads the padding, or counts positions in its own way. "
             "It cannot be trained"
         )
-    if not all(gradient is None or gradient.isfinite().all() for gradient in gradients):
+    if not is_finite:
         raise ModelError(f"{refusal} its gradients beside padding are not finite. It cannot be trained")
 
 

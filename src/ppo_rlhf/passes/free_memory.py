@@ -7,6 +7,8 @@ bytes to decode a response, sequences at a time, and a process's share of the me
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.passes.forward import backbone_of
 from ppo_rlhf.runtime.processes import process_count
 
@@ -124,6 +127,21 @@ def available_memory(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")
     except (OSError, ValueError):
         pass
     return (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host), host
+
+
+def whole_memory(device: torch.device, processes: int) -> int:
+    """Return the bytes of a device's whole memory for one process; on a CPU the container's limit counts."""
+    on_cpu = device.type == "cpu"
+    return process_share(host_bytes() if on_cpu else card_bytes(device), on_cpu=on_cpu, processes=processes)
+
+
+@cache
+def host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of the host's whole memory, or the container's limit."""
+    host = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):  # no control group, or one without a limit (`max`)
+        host = min(host, int((cgroup / "memory.max").read_text(encoding="ascii")))
+    return host
 
 
 def process_share(free: int, *, on_cpu: bool, processes: int) -> int:

@@ -69,7 +69,7 @@ class RunShape:
     trust_remote_code: bool = False  # whether Python code in the models' directories may be executed
     # Free bytes of memory for one process; None: micro-batches are not cut to fit into the free memory
     free: int | None = None
-    card: int = UNKNOWN_CARD  # total bytes of the GPU's memory
+    memory: int = UNKNOWN_CARD  # bytes of the device's whole memory for one process
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     left = (UNLIMITED if shape.free is None else shape.free) - sum(held.values()) - brought
     # `kl_estimator=full` keeps the reference policy's logits in addition to the policy's logits
     models_scored = 2 if config.kl_estimator == "full" else 1
-    held_logits = most_logits(None if shape.on_cpu else shape.card)
+    held_logits = most_logits(shape.memory)
 
     def logits(rows: int) -> int:
         return min(rows * config.response_length * text.vocab_size, held_logits) * number

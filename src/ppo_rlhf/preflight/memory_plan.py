@@ -16,13 +16,12 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ModelError
-from ppo_rlhf.core.logprobs import card_bytes
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.directories import is_adapter, why_unreadable
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
-from ppo_rlhf.passes.free_memory import available_memory, process_share
+from ppo_rlhf.passes.free_memory import available_memory, process_share, whole_memory
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.run_setup import check_device
 from ppo_rlhf.preflight import memory
@@ -109,7 +108,7 @@ def plan(
         processes=count,
         trust_remote_code=policy.trust_remote_code,
         free=share - memory.PROCESS_BYTES if on_cpu else share,
-        card=round(memory_gib * 2**30) if memory_gib else card_bytes(device),
+        memory=share if memory_gib else whole_memory(device, count),
     )
     return Planned(
         model=policy.source,

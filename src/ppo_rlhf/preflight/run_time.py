@@ -192,8 +192,18 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def _range(least: float, most: float) -> str:
     """Return two times in words, in the unit of the second one."""
-    unit, size = next(((unit, size) for unit, size in (("h", 3600), ("min", 60)) if most >= 1.5 * size), ("s", 1))
+    unit, size = _unit(most)
     return f"{least / size:.2g} to {most / size:.2g} {unit}"
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in words, in the unit that suits it."""
+    unit, size = _unit(seconds)
+    return f"{seconds / size:.2g} {unit}"
+
+
+def _unit(seconds: float) -> tuple[str, int]:
+    return next(((unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds >= 1.5 * size), ("s", 1))
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

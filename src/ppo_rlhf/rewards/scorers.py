@@ -181,6 +181,7 @@ def build_reward_scorer(
     models: list[PreTrainedModel] = []
     for path, handle in handles.items():
         model = handle.empty_reward_model() if device.type == "meta" else handle.reward_model(dtype)
+        model.requires_grad_(False)
         if offload and device.type != "meta":
             to_host(model)
         else:

@@ -41,7 +41,7 @@ def sample_responses(
     best_of_n: BestOfNConfig,
 ) -> pd.DataFrame:
     """Sample many responses of the SFT policy to some held-out prompts, and score them by the reward and the judge."""
-    policy = sft_policy.causal_lm(frozen_dtype(ppo_config)).to(device_of(ppo_config))  # type: ignore[arg-type]
+    policy = sft_policy.frozen_lm(frozen_dtype(ppo_config), device_of(ppo_config))
     tokenizer = sft_policy.tokenizer()
     prompts = min(best_of_n.prompts, len(evaluation_prompt_dataset))
     log.info("Sampling %d responses to each of %d prompts from the SFT policy …", best_of_n.samples, prompts)

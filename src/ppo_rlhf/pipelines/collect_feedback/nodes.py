@@ -59,8 +59,8 @@ def sample_pairs(
     if against is not None:
         check_vocabularies(policy, against)
     tokenizer, device = policy.tokenizer(), device_of(ppo)
-    first: Any = policy.causal_lm(frozen_dtype(ppo)).to(device)  # type: ignore[arg-type]
-    second: Any = first if against is None else against.causal_lm(frozen_dtype(ppo)).to(device)  # type: ignore[arg-type]
+    first: Any = policy.frozen_lm(frozen_dtype(ppo), device)
+    second: Any = first if against is None else against.frozen_lm(frozen_dtype(ppo), device)
     parts = PromptReader.of(policy, ppo).read_split(raw_prompts, raw_evaluation_prompts, prompts)
     earlier = collected_pairs.table
     own = earlier[earlier["queue"] == feedback.queue_name]

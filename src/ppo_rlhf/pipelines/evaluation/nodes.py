@@ -11,7 +11,6 @@ import mlflow
 import numpy as np
 import pandas as pd
 from datasets import Dataset
-from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_rlhf.checkpoints.model_card import with_index, with_result
@@ -144,7 +143,7 @@ def evaluate_ppo_policy(
     """
     logger.info("Evaluating the policy %s against the SFT policy %s …", ppo_policy.source, sft_policy.source)
     check_vocabularies(ppo_policy, sft_policy)
-    policy = nn.Module.to(ppo_policy.causal_lm(trained_dtype(ppo)), device_of(ppo))
+    policy = ppo_policy.frozen_lm(trained_dtype(ppo), device_of(ppo))
     reference = _load_reference(sft_policy, ppo, waits=ppo.offload_reference_policy)
     return _evaluate(
         policy,
@@ -191,7 +190,7 @@ def measure_reference_texts(
     columns: dict[str, Any] = {TOKENS: [sum(row[1:]) for row in counts]}
     for name, policy in policies.items():
         columns[name] = text_losses(
-            nn.Module.to(policy.causal_lm(trained_dtype(ppo)), device_of(ppo)),
+            policy.frozen_lm(trained_dtype(ppo), device_of(ppo)),
             texts.input_ids,
             counts,
             ppo,
@@ -407,7 +406,7 @@ def _digest(content: bytes) -> str:
 
 def _load_reference(handle: PretrainedHandle, ppo: PPOConfig, *, waits: bool = False) -> PreTrainedModel:
     """Return the SFT policy, which does the same arithmetic as the exported policy; it may wait in host memory."""
-    model = nn.Module.to(handle.causal_lm(trained_dtype(ppo)), "cpu" if waits else device_of(ppo))
+    model = handle.frozen_lm(trained_dtype(ppo), "cpu" if waits else device_of(ppo))
     store_linear_weights(model, frozen_dtype(ppo))
     if waits:
         to_host(model)

@@ -5,6 +5,7 @@ from functools import partial
 
 import mlflow
 import pandas as pd
+import torch
 from datasets import Dataset
 
 from ppo_rlhf.config import PPOConfig
@@ -64,7 +65,7 @@ def collect_preferences(
     reader = PromptReader.of(sft_policy, ppo)
     # Sample the pairs of responses for the prompts that PPO trains on
     training, _ = reader.read_split(raw_prompts, raw_evaluation_prompts, prompts)
-    policy = sft_policy.causal_lm().to(resolve_device(reward_modelling.device))  # type: ignore[arg-type]
+    policy = sft_policy.frozen_lm(torch.float32, resolve_device(reward_modelling.device))
     log.info("Sampling %d pairs from the SFT policy, labelled by %s …", reward_modelling.pairs, labeller)
     sampled = pairs.sample_preferences(
         policy,
