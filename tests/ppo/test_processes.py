@@ -139,7 +139,7 @@ def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that
 
     def micro_batches_of(rank: int, lengths: list[int]) -> list[list[int]]:
         monkeypatch.setenv("RANK", str(rank))
-        [[minibatch]] = cut_batch(config, 1, [1] * 8, [length - 1 for length in lengths], 10, padded=False)
+        [[minibatch]] = cut_batch(config, 1, [[0]] * 8, [length - 1 for length in lengths], 10, padded=False)
         assert sorted(row for piece in minibatch.micro_batches for row in piece) == sorted(minibatch.shards[rank])
         return minibatch.micro_batches
 

@@ -1,0 +1,85 @@
+"""Prompts that begin alike: the run that computes their beginning once is the run that computes every row, in float64.
+
+`LEAST_SHARED` beyond the length of every prompt keeps the plain path, the oracle.
+"""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ppo_rlhf.passes import prefixes
+from ppo_rlhf.passes.packed_attention import SharedLayout
+from tests.ppo_runs import build_prompts_alike
+
+from .support import ONE_STEP, gradients, moved_on
+
+ATOL = 1e-10
+PPO = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+LORA = {"use_peft": True, "lora_r": 2}
+FULL = {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.1}
+CONFIGURATIONS = {
+    "whole weights, a tied head": ("gpt2", {}),
+    "grouped heads": ("llama", {}),
+    "grouped heads, a tied head, a token budget": (
+        "llama",
+        {"model": {"tie_word_embeddings": True}, "max_tokens_per_micro_batch": 40},
+    ),
+    "a shared critic": ("gpt2", {"value_model": "shared", "vf_coef": 0.5}),
+    "LoRA": ("gpt2", LORA),
+    "LoRA on a shared trunk, checkpointing": (
+        "llama",
+        {**LORA, "value_model": "shared", "gradient_checkpointing": True},
+    ),
+    "checkpointing": ("gpt2", {"gradient_checkpointing": True}),
+    "entropy, KL over the vocabulary": ("gpt2", FULL),
+    "micro-batches of one row": ("gpt2", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}),
+    "micro-batches of three rows": ("gpt2", {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4}),
+    "several responses a prompt": ("gpt2", {"responses_per_prompt": 4, "local_rollout_forward_batch_size": 4}),
+    "an architecture that needs padding": ("bitnet", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def norms_in_float64(monkeypatch):
+    """Llama's norm computes in float32, whose rounding would hide an error of 1e-8."""
+
+    def forward(self, states):
+        return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+
+
+@pytest.fixture
+def shared_passes(monkeypatch):
+    """Note the tokens that each packed row shares."""
+    noted, of = [], SharedLayout.of.__func__
+
+    def noting(cls, length, own, whole):
+        noted.append(length * (len(own) - 1))
+        return of(cls, length, own, whole)
+
+    monkeypatch.setattr(SharedLayout, "of", classmethod(noting))
+    return noted
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypatch, shared_passes, name):
+    kind, changes = CONFIGURATIONS[name]
+    settings = {**PPO, "prompts": build_prompts_alike(), **changes}
+    with monkeypatch.context() as patch:
+        patch.setattr(prefixes, "LEAST_SHARED", 99)
+        plain = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+        moved = moved_on(plain)
+        expected = gradients(make_run, moved, kind, **settings)
+        assert not shared_passes
+    shared = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+    atol = 1e-5 if kind == "bitnet" else ATOL
+    assert torch.equal(shared.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
+    for table in ("old_logprobs", "reference_logprobs", "entropy", "values"):
+        assert_close(getattr(shared.rollouts, table), getattr(plain.rollouts, table), rtol=0.0, atol=atol, msg=table)
+    actual = gradients(make_run, moved, kind, **settings)
+    assert actual.keys() == expected.keys()
+    for weight, gradient in expected.items():
+        assert_close(actual[weight], gradient, rtol=0.0, atol=atol, msg=weight)
+    assert sum(shared_passes) > 0
