@@ -56,11 +56,9 @@ def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:
 
 
 def build_prompts_alike(common: int = 9, lengths: tuple[int, ...] = (0, 3, 1, 5, 2)) -> PromptDataset:
-    """Prompts that continue `common` tokens by the given numbers of tokens, the shortest not at all; and another one."""
+    """Prompts of `common` equal tokens that the given numbers of tokens follow, and one that begins otherwise."""
     shared = [3 + (7 * i + i // 5) % len(WORDS) for i in range(common)]
-    ids = [
-        [*shared, *(3 + (5 * row + 3 * i) % len(WORDS) for i in range(length))] for row, length in enumerate(lengths)
-    ]
+    ids = [[*shared, *following] for following in build_prompts(lengths).prompt_ids]
     ids.insert(2, [4, 9, 11])
     return PromptDataset(ids, [" ".join(VOCABULARY[i] for i in row) for row in ids], {})
 

@@ -81,6 +81,13 @@ def shared_prefix(beginnings: Sequence[Sequence[int]]) -> Prefix | None:
     return AlikeRows.of(range(len(beginnings)), beginnings).prefix()
 
 
+def common_to_all(beginnings: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens every pass of these rows computes once; 0 if they are too few to share."""
+    first, last = min(beginnings), max(beginnings)
+    count = min(_common(tuple(first), tuple(last)), min(map(len, beginnings)) - 1)
+    return count if count >= LEAST_SHARED else 0
+
+
 def in_passes_alike(rows: list[int], beginnings: Sequence[Sequence[int]], most: int) -> list[int]:
     """Return rows in an order in which passes of `most` rows share the most; unchanged if nothing can be shared."""
     if len(rows) <= most:
