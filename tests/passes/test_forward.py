@@ -27,7 +27,7 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.reward_model import sequence_scores
 from ppo_rlhf.passes import packed_attention
 from ppo_rlhf.passes.forward import hidden_states, logits_of, packs
-from ppo_rlhf.passes.packed_attention import NAME, PackedLayout, place_rows, take_rows
+from ppo_rlhf.passes.packed_attention import NAME, PackedLayout, SharedLayout, place_rows, take_rows
 from ppo_rlhf.passes.token_rows import common_size, filled_size, right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
@@ -274,6 +274,28 @@ def test_attention_within_sequences_is_that_worked_out_token_by_token(lengths):
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     found = PackedLayout.of(lengths).attend(query, key, value, 0.3)
     assert_close(found, worked_out(query, key, value, lengths, 0.3), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("own", "whole"), [((2, 1, 3), (4, 1)), ((2, 2), ())], ids=["uneven", "even"])
+def test_attention_to_a_shared_prefix_is_that_of_whole_sequences_worked_out_token_by_token(own, whole):
+    """Two own tokens after a prefix of three: in the packed row the own tokens are first."""
+    generator, tokens = torch.Generator().manual_seed(1), sum(own) + 3 + sum(whole)
+    shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 6))
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    prefix, first, pieces = [*range(sum(own), sum(own) + 3)], 0, []
+    for length in own:
+        pieces.append([*prefix, *range(first, first + length)])
+        first += length
+    places = [place for piece in pieces for place in piece] + [*range(sum(own) + 3, tokens)]
+    lengths = [*map(len, pieces), *whole]
+    once = [places.index(place) for place in range(tokens)]
+    expected = worked_out(*(x[places] for x in given), lengths, 0.3)[once]
+    found = SharedLayout.of(3, own, whole).attend(*given, 0.3)
+    assert_close(found, expected, rtol=0.0, atol=1e-12)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    oracle = torch.autograd.grad((expected * weights).sum(), given)
+    for ours, theirs in zip(torch.autograd.grad((found * weights).sum(), given), oracle, strict=True):
+        assert_close(ours, theirs, rtol=0.0, atol=1e-12)
 
 
 def test_a_layout_spreads_and_collects_again_and_the_padding_gets_no_gradient():
