@@ -61,7 +61,10 @@ def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name, m
     if shares:  # the one process computes whole rows
         monkeypatch.setattr(prefixes, "LEAST_SHARED", 99)
     expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name])))
-    assert not differences(by_two[name], expected, close=1e-10 if shares else CLOSE)
+    assert not differences(by_two[name], expected)
+    if shares:  # not of the weights: AdamW enlarges the rounding of the key's bias, whose gradient is 0
+        two, one = ({key: value for key, value in of.items() if key != "weights"} for of in (by_two[name], expected))
+        assert not differences(two, one, close=1e-10)
 
 
 @pytest.mark.parametrize("mode", process_cases.BY_VLLM)

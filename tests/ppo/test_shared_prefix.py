@@ -3,16 +3,23 @@
 `LEAST_SHARED` beyond the length of every prompt keeps the plain path, the oracle.
 """
 
+import os
+
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.passes import prefixes
 from ppo_rlhf.passes.packed_attention import SharedLayout
-from tests.ppo_runs import build_prompts_alike
+from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
+from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
+from tests.ppo_runs import Run, build_prompts_alike
 
-from .support import ONE_STEP, gradients, moved_on
+from .support import ONE_STEP, gradients, gradients_of, moved_on
 
 ATOL = 1e-10
 PPO = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
@@ -38,6 +45,27 @@ CONFIGURATIONS = {
     "several responses a prompt": ("gpt2", {"responses_per_prompt": 4, "local_rollout_forward_batch_size": 4}),
     "an architecture that needs padding": ("bitnet", {}),
 }
+
+REAL_MODEL = "PPO_RLHF_REAL_MODEL"
+"""Environment variable with the directory of a chat model such as SmolLM2-135M-Instruct, for the slow test."""
+SMALL = {"total_episodes": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "response_length": 6}
+SMALL |= {"dtype": "float64", "device": "cpu", "kl_coef": 0.0}
+
+
+def chats(tokenizer) -> PromptDataset:
+    """Return chats whose template begins all of them alike."""
+    texts = ["Name a colour.", "What is two and three?", "Say hello in French, please.", "Why?"]
+    ids = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+    return PromptDataset(ids, texts, {})
+
+
+def lengths(batch: ResponseBatch) -> torch.Tensor:
+    return torch.tensor([float(len(ids)) for ids in batch.response_ids], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +111,24 @@ def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypat
     for weight, gradient in expected.items():
         assert_close(actual[weight], gradient, rtol=0.0, atol=atol, msg=weight)
     assert sum(shared_passes) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REAL_MODEL not in os.environ, reason=f"{REAL_MODEL} names no directory of a chat model")
+@pytest.mark.parametrize("settings", [{}, {**LORA, "gradient_checkpointing": True}, {"value_model": "shared"}], ids=str)
+def test_a_real_chat_model_gives_the_numbers_and_gradients_of_whole_rows(monkeypatch, settings):
+    handle, found = PretrainedHandle(os.environ[REAL_MODEL]), []
+    for least in (99, prefixes.LEAST_SHARED):
+        monkeypatch.setattr(prefixes, "LEAST_SHARED", least)
+        config = PPOConfig(**{**SMALL, **ONE_STEP, **settings})
+        policy, reference = load_policies(handle, config, torch.device("cpu"))
+        state = build_state(policy.model, build_critic(config, policy.model, None), policy.tokenizer, config)
+        run = Run(state, reference, chats(policy.tokenizer), RewardScorer([("length", 1.0, lengths)]), config)
+        experience = run.before_update()[-1]
+        numbers = {
+            name: getattr(experience.rollouts, name) for name in ("old_logprobs", "reference_logprobs", "values")
+        }
+        found.append(numbers | gradients_of(run, moved_on(experience)))
+    whole, shared = found
+    for name, tensor in whole.items():
+        assert_close(shared[name], tensor, rtol=0.0, atol=ATOL * max(1.0, float(tensor.abs().max())), msg=name)
