@@ -28,6 +28,7 @@ from ppo_rlhf.models.reward_model import sequence_scores
 from ppo_rlhf.passes import packed_attention
 from ppo_rlhf.passes.forward import hidden_states, logits_of, packs
 from ppo_rlhf.passes.packed_attention import NAME, PackedLayout, SharedLayout, place_rows, take_rows
+from ppo_rlhf.passes.prefixes import shared_prefix
 from ppo_rlhf.passes.token_rows import common_size, filled_size, right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
@@ -98,6 +99,24 @@ def test_states_and_logits_are_those_of_single_sequences_whether_a_model_packs_o
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
     assert_close(states, one_by_one(model.base_model), rtol=1e-5, atol=1e-5)  # a Llama's norm is float32
     assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_states_after_a_shared_prefix_are_those_of_single_sequences_whether_a_model_packs_or_not(name):
+    """A model with windows or caps keeps the padded pass of whole rows."""
+    model, can = architecture(name)
+    if model.config._attn_implementation == "eager":
+        model = model.float()
+    backbone, shapes = model.base_model, []
+    sequences = [[*range(3, 13), *ids] for ids in SEQUENCES] + [[9, 8, 7]]
+    rows = right_padded(sequences, 0, prefix=shared_prefix(sequences))
+    assert packs(backbone) is can
+    backbone.get_input_embeddings().register_forward_pre_hook(lambda _, ids: shapes.append(tuple(ids[0].shape)))
+    with torch.no_grad():
+        states, places = hidden_states(backbone, rows), rows.places()
+    assert shapes == [(1, 10 + 16 + 3) if can else (5, 17)]
+    found = torch.cat([states[places[row, : len(ids)]] for row, ids in enumerate(sequences)])
+    assert_close(found, one_by_one(backbone, sequences), rtol=1e-5, atol=1e-5)  # a Llama's norm is float32
 
 
 @pytest.mark.parametrize("kind", KINDS)

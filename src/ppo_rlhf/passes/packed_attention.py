@@ -181,7 +181,7 @@ def _padded(
     """Return the attention output `[B, L, H, d of the values]` of padded queries; `sees_LS` None is a causal mask."""
     query, key, value = (x.transpose(1, 2) for x in (query_BLHD, key_BSKD, value_BSKD))
     groups = query.shape[1] // key.shape[1]
-    shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
+    shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2 and sees_LS is None
     # Repeat the keys for each head: with enable_gqa, torch would use a kernel that stores all attention scores
     if groups > 1 and not shares_keys:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
