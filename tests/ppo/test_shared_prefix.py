@@ -15,6 +15,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.passes import prefixes
 from ppo_rlhf.passes.packed_attention import SharedLayout
+from ppo_rlhf.ppo.rollouts import Rollouts
 from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from tests.ppo_runs import Run, build_prompts_alike
@@ -77,21 +78,13 @@ def norms_in_float64(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
-@pytest.fixture
-def shared_passes(monkeypatch):
-    """Note the tokens that each packed row shares."""
-    noted, of = [], SharedLayout.of.__func__
-
-    def noting(cls, length, own, whole):
-        noted.append(length * (len(own) - 1))
-        return of(cls, length, own, whole)
-
-    monkeypatch.setattr(SharedLayout, "of", classmethod(noting))
-    return noted
+def shares(rollouts: Rollouts) -> bool:
+    """Return whether a micro-batch computes a common beginning once."""
+    return any(isinstance(batch.rows.layout, SharedLayout) for batch in rollouts.cut.first_inputs)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypatch, shared_passes, name):
+def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypatch, name):
     kind, changes = CONFIGURATIONS[name]
     settings = {**PPO, "prompts": build_prompts_alike(), **changes}
     with monkeypatch.context() as patch:
@@ -99,8 +92,9 @@ def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypat
         plain = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
         moved = moved_on(plain)
         expected = gradients(make_run, moved, kind, **settings)
-        assert not shared_passes
+        assert not shares(plain.rollouts)
     shared = make_run(kind, **ONE_STEP, **settings).before_update()[-1]
+    assert shares(shared.rollouts) is (settings["per_device_train_batch_size"] > 1)
     assert torch.equal(shared.rollouts.responses.response_ids, plain.rollouts.responses.response_ids)
     for table in ("old_logprobs", "reference_logprobs", "entropy", "values"):
         assert_close(getattr(shared.rollouts, table), getattr(plain.rollouts, table), rtol=0.0, atol=ATOL, msg=table)
@@ -108,7 +102,6 @@ def test_a_run_with_a_shared_prefix_is_the_run_of_whole_rows(make_run, monkeypat
     assert actual.keys() == expected.keys()
     for weight, gradient in expected.items():
         assert_close(actual[weight], gradient, rtol=0.0, atol=ATOL, msg=weight)
-    assert sum(shared_passes) > 0
 
 
 @pytest.mark.slow
