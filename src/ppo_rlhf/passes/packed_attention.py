@@ -86,10 +86,11 @@ class PackedLayout:
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Return the attention output of the N tokens, each attending within its sequence; see `Attention.attend`."""
-        tensors = [as_autocast(x) for x in (query_NHD, key_NKD, value_NKD)]
-        if kernel_fits(tensors[0], tensors[2]):
-            return _by_kernel(*tensors, (self.starts, self.starts), (self.shape[1], self.shape[1]), scaling)
-        query, key, value = map(self.spread, tensors)
+        query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
+        if kernel_fits(query_NHD, value_NKD):
+            starts, longest = (self.starts, self.starts), (self.shape[1], self.shape[1])
+            return _by_kernel(query_NHD, key_NKD, value_NKD, starts, longest, scaling)
+        query, key, value = (self.spread(x) for x in (query_NHD, key_NKD, value_NKD))
         return self.collect(_padded(query, key, value, scaling))
 
 
@@ -119,10 +120,12 @@ class SharedLayout:
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
         """Return the attention output of the N tokens; see `Attention.attend`."""
         counts = [len(self.own.slots), len(self.others.slots)]
-        tensors = [as_autocast(x).split(counts) for x in (query_NHD, key_NKD, value_NKD)]
-        own, others = zip(*tensors, strict=True)
-        prefix = [x[: self.length] for x in others[1:]]
-        return torch.cat([self._attend_own(*own, *prefix, scaling), self.others.attend(*others, scaling)])
+        (own_query, query), (own_key, key), (own_value, value) = (
+            as_autocast(x).split(counts) for x in (query_NHD, key_NKD, value_NKD)
+        )
+        prefix_key, prefix_value = key[: self.length], value[: self.length]
+        own = self._attend_own(own_query, own_key, own_value, prefix_key, prefix_value, scaling)
+        return torch.cat([own, self.others.attend(query, key, value, scaling)])
 
     def _attend_own(
         self,
@@ -140,9 +143,9 @@ class SharedLayout:
             for prefix, own in ((prefix_key_PKD, key_MKD), (prefix_value_PKD, value_MKD))
         )
         if kernel_fits(query_MHD, value):
-            packed = [take_rows(x.flatten(0, 1), self.keys) for x in (key, value)]
-            longest = width, self.length + width
-            return _by_kernel(query_MHD, *packed, (self.own.starts, self.key_starts), longest, scaling)
+            key, value = (take_rows(x.flatten(0, 1), self.keys) for x in (key, value))
+            starts, longest = (self.own.starts, self.key_starts), (width, self.length + width)
+            return _by_kernel(query_MHD, key, value, starts, longest, scaling)
         # Own token i sees the prefix and the own tokens 0 to i
         sees = torch.ones(width, self.length + width, dtype=torch.bool, device=key.device).tril(self.length)
         return self.own.collect(_padded(self.own.spread(query_MHD), key, value, scaling, sees))

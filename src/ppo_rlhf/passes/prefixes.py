@@ -83,8 +83,8 @@ def shared_prefix(beginnings: Sequence[Sequence[int]]) -> Prefix | None:
 
 def common_to_all(beginnings: Sequence[Sequence[int]]) -> int:
     """Return how many tokens every pass of these rows computes once; 0 if they are too few to share."""
-    first, last = min(beginnings), max(beginnings)
-    count = min(_common(tuple(first), tuple(last)), min(map(len, beginnings)) - 1)
+    rows = [tuple(beginning) for beginning in beginnings]
+    count = min(_common(min(rows), max(rows)), min(map(len, rows)) - 1)
     return count if count >= LEAST_SHARED else 0
 
 
