@@ -10,6 +10,13 @@ one thread. It keeps every point of MLflow and every column of the training hist
 SHA-256 of the weights in the exported policy and in the last checkpoint. `compare` names what differs and then exits
 with 1. Record both trees on one machine: another processor rounds differently.
 
+A change that only adds up in another order is shown in float64:
+
+    python scripts/same_numbers.py record . after.json ppo lora chats --float64
+    python scripts/same_numbers.py compare before.json after.json --close 1e-10
+
+`--float64` records of each tensor of weights a sum in place of the hash.
+
 Recipes on toy data take minutes and are recorded if they are named: `record . after.json demo calculator randomwalks`.
 They run with the checkout's own settings, but few episodes of PPO. `obedience` also needs the recipe's model, a folder
 or a GGUF file: `record . after.json obedience --model MODEL`.
@@ -20,6 +27,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -28,7 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +136,7 @@ def write_inputs(folder: Path) -> None:
         (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
-def write_project(tree: Path, folder: Path) -> None:
+def write_project(tree: Path, folder: Path, dtype: str) -> None:
     """Write a Kedro project with the checkout's settings and, in `conf`, an environment for each configuration."""
     shutil.copytree(tree / "conf", folder / "conf", ignore=shutil.ignore_patterns("local"))
     shutil.copytree(tree / "data" / "01_raw", folder / "data" / "01_raw")
@@ -148,7 +157,7 @@ def write_project(tree: Path, folder: Path) -> None:
         if len(components) > 1:
             paths["reward_model_path"] = "inputs/reward"
         parameters = {
-            "ppo": {**PPO, **changes["ppo"]},
+            "ppo": {**PPO, **changes["ppo"], "dtype": dtype},
             "prompts": {"held_out_share": 0.2},
             "reward": {"components": components},
             "evaluation": {"iteration_prompts": 4, "judge": "same_numbers:early_letters"},
@@ -159,26 +168,27 @@ def write_project(tree: Path, folder: Path) -> None:
             (folder / "conf" / name / f"{file}.yml").write_text(text, encoding="utf-8")
 
 
-def train_in_script(project: Path) -> None:
+def train_in_script(project: Path, dtype: str) -> None:
     """Train with PPOTrainer on the fixed models, as a script does; results lie where the pipeline's would."""
     from ppo_rlhf import PPOConfig, PPOTrainer
 
     inputs, results = project / "inputs", project / "data" / "trainer" / "06_models"
     texts = [json.loads(line)["prompt"] for line in (inputs / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
-    config = PPOConfig(**{**PPO, "sft_model_path": str(inputs / "policy")})
+    config = PPOConfig(**{**PPO, "sft_model_path": str(inputs / "policy"), "dtype": dtype})
     given = {"prompts": texts[8:], "evaluation_prompts": texts[:8], "judge": early_letters}
     trainer = PPOTrainer(config, reward=early_letters, **given)  # type: ignore[arg-type]
     trainer.train(output_dir=results / "ppo_checkpoints" / "trainer")
     trainer.save_pretrained(results / "ppo_policy" / "trainer")
 
 
-def record(tree: Path, names: list[str], model: Path | None = None) -> Record:
+def record(tree: Path, names: list[str], model: Path | None = None, dtype: str = "float32") -> Record:
     """Run the configurations of these names with a checkout's code, and return their numbers.
 
     Args:
         tree: Folder of the checkout.
         names: Configurations to run.
         model: Model of the recipe `obedience`.
+        dtype: Precision of the tiny configurations. In float64 weights are recorded by sums, in place of hashes.
     """
     git = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
     described = subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip()
@@ -188,21 +198,25 @@ def record(tree: Path, names: list[str], model: Path | None = None) -> Record:
     found: Record = {"tree": described, "machine": f"{platform.machine()} {_processor()}, torch {versions[1].strip()}"}
     with tempfile.TemporaryDirectory(prefix="same_numbers_") as temporary:
         project = Path(temporary)
-        write_project(tree, project)
+        write_project(tree, project, dtype)
         found["configurations"] = {}
         for name in names:
             began = time.monotonic()
-            arguments = _arguments(name, project, model)
+            arguments = _arguments(name, project, model, dtype)
             failed, said = _run(tree, project, *arguments)
-            outcome = {"not run": _reason(said)} if failed else results(project, name)
+            outcome = (
+                {"not run": _reason(said)}
+                if failed
+                else results(project, name, _sums_of if dtype == "float64" else _hash_of)
+            )
             found["configurations"][name] = outcome
             print(f"{name}: {outcome.get('not run') or 'recorded'} ({time.monotonic() - began:.0f} s)", flush=True)
     return found
 
 
-def _arguments(name: str, project: Path, model: Path | None) -> list[str]:
+def _arguments(name: str, project: Path, model: Path | None, dtype: str) -> list[str]:
     if name == "trainer":
-        return [__file__, "train-in-script", str(project)]
+        return [__file__, "train-in-script", str(project), dtype]
     run = ["-m", "kedro", "run", "--env", name]
     if name in RECIPES:
         return [*run, *(argument.format(model=model) for argument in RECIPES[name])]
@@ -233,8 +247,8 @@ def _processor() -> str:
     return found[1] if found else platform.processor()
 
 
-def results(project: Path, name: str) -> Record:
-    """Return the numbers of the configuration's run, as text of full precision, and the hashes of its weights."""
+def results(project: Path, name: str, described: Callable[[Path], Any]) -> Record:
+    """Return the numbers of the configuration's run, as text of full precision, and `described` of its weight files."""
     from mlflow import MlflowClient
 
     models = project / "data" / name / "06_models"
@@ -256,7 +270,7 @@ def results(project: Path, name: str) -> Record:
         "mlflow": points,
         "history": {key: [[i, repr(row.get(key))] for i, row in enumerate(rows, start=1)] for key in columns},
         "weights": {
-            f"{title}/{file.relative_to(folder)}": _hash_of(file)
+            f"{title}/{file.relative_to(folder)}": described(file)
             for title, folder in folders.items()
             for file in sorted(folder.rglob("*.safetensors"))
         },
@@ -275,19 +289,36 @@ def _hash_of(file: Path) -> str:
     return total.hexdigest()
 
 
-def compare(first: Record, second: Record) -> dict[str, list[str]]:
-    """Return the differences of each configuration, one line each; a configuration without any has an empty list."""
+def _sums_of(file: Path) -> list[list[str]]:
+    """Return of each of a file's tensors its name and, as text, the sum of its numbers times 1, 1/2, 1/3, …."""
+    import torch
+    from safetensors.torch import load_file
+
+    sums = {}
+    for name, tensor in sorted(load_file(file).items()):
+        numbers = tensor.double().flatten()
+        sums[name] = float(numbers @ (1.0 / torch.arange(1, 1 + len(numbers), dtype=torch.float64)))
+    return [[name, repr(total)] for name, total in sums.items()]
+
+
+def compare(first: Record, second: Record, close: float = 0.0) -> dict[str, list[str]]:
+    """Return the differences of each configuration, one line each; a configuration without any has an empty list.
+
+    Numbers that differ by no more than `close`, or by this share, are the same.
+    """
     one, other = first["configurations"], second["configurations"]
     found: dict[str, list[str]] = {}
     for name in {**one, **other}:
         pair = [each.get(name, {"not run": "not recorded"}) for each in (one, other)]
         sides = zip(("first", "second"), pair, strict=True)
         missing = [f"not run in the {side}: {each['not run']}" for side, each in sides if "not run" in each]
-        found[name] = missing or [line for kind in pair[0] for line in _differences(kind, pair[0][kind], pair[1][kind])]
+        found[name] = missing or [
+            line for kind in pair[0] for line in _differences(kind, pair[0][kind], pair[1][kind], close)
+        ]
     return found
 
 
-def _differences(kind: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differences(kind: str, one: Mapping[str, Any], other: Mapping[str, Any], close: float) -> list[str]:
     lines = [
         f"{kind} {key}: only in the {'first' if key in one else 'second'}" for key in sorted(set(one) ^ set(other))
     ]
@@ -297,9 +328,19 @@ def _differences(kind: str, one: Mapping[str, Any], other: Mapping[str, Any]) ->
         elif len(one[key]) != len(other[key]):
             lines.append(f"{kind} {key}: {len(one[key])} and {len(other[key])} points")
         else:
-            before, after = next(pair for pair in zip(one[key], other[key], strict=True) if pair[0] != pair[1])
-            lines.append(f"{kind} {key}: {before[1]} at step {before[0]}, {after[1]} at step {after[0]}")
+            pairs = (pair for pair in zip(one[key], other[key], strict=True) if not _same(*pair, close))
+            lines += [
+                f"{kind} {key}: {before[1]} at step {before[0]}, {after[1]} at step {after[0]}"
+                for before, after in islice(pairs, 1)
+            ]
     return lines
+
+
+def _same(one: list[Any], other: list[Any], close: float) -> bool:
+    """Return whether two points, of step and number as text, are the same."""
+    if one == other or close == 0.0 or one[0] != other[0] or "None" in (one[1], other[1]):
+        return bool(one == other)
+    return math.isclose(float(one[1]), float(other[1]), rel_tol=close, abs_tol=close)
 
 
 def main() -> int:
@@ -312,14 +353,18 @@ def main() -> int:
     every = [*TINY, *RECIPES]
     names_help = f"configurations to run, of {', '.join(every)}; without any the first {len(TINY)}"
     recording.add_argument("names", nargs="*", metavar="NAME", help=names_help)
+    recording.add_argument("--float64", action="store_true", help="the tiny configurations in float64")
     recording.add_argument("--model", type=Path, help="model of the recipe obedience: a folder or a GGUF file")
     comparing = commands.add_parser("compare", help="compare two files of `record`")
     comparing.add_argument("first", type=Path)
     comparing.add_argument("second", type=Path)
-    commands.add_parser("train-in-script", help="what `record` runs for PPOTrainer").add_argument("project", type=Path)
+    comparing.add_argument("--close", type=float, default=0.0, help="the largest difference that counts as none")
+    script = commands.add_parser("train-in-script", help="what `record` runs for PPOTrainer")
+    script.add_argument("project", type=Path)
+    script.add_argument("dtype")
     given = parser.parse_args()
     if given.command == "train-in-script":
-        train_in_script(given.project)
+        train_in_script(given.project, given.dtype)
         return 0
     if given.command == "record":
         if unknown := set(given.names) - set(every):
@@ -329,13 +374,14 @@ def main() -> int:
         if "obedience" in given.names and not (given.model and given.model.exists()):
             parser.error("obedience runs with --model MODEL, the folder or the GGUF file of SmolLM2 (docs/recipes.md)")
         model = given.model and given.model.resolve()
-        found = record(given.tree.resolve(), given.names or TINY, model)
+        dtype = "float64" if given.float64 else "float32"
+        found = record(given.tree.resolve(), given.names or TINY, model, dtype)
         given.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
         return int(any("not run" in each for each in found["configurations"].values()))
     records = [json.loads(path.read_text(encoding="utf-8")) for path in (given.first, given.second)]
     if records[0]["machine"] != records[1]["machine"]:
         print(f"recorded on different machines: {records[0]['machine']}; {records[1]['machine']}")
-    found = compare(*records)
+    found = compare(*records, close=given.close)
     for name, lines in found.items():
         print(f"{name}: {f'{len(lines)} differences' if lines else 'the same'}")
         print("".join(f"    {line}\n" for line in lines[:SHOWN]), end="")

@@ -55,6 +55,14 @@ def build_prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS) -> PromptDataset:
     return PromptDataset(ids, texts, {"wanted": [WORDS[row % len(WORDS)] for row in range(len(ids))]})
 
 
+def build_prompts_alike(common: int = 9, lengths: tuple[int, ...] = (0, 3, 1, 5, 2)) -> PromptDataset:
+    """Prompts of `common` equal tokens that the given numbers of tokens follow, and one that begins otherwise."""
+    shared = [3 + (7 * i + i // 5) % len(WORDS) for i in range(common)]
+    ids = [[*shared, *following] for following in build_prompts(lengths).prompt_ids]
+    ids.insert(2, [4, 9, 11])
+    return PromptDataset(ids, [" ".join(VOCABULARY[i] for i in row) for row in ids], {})
+
+
 def first_letters(batch: ResponseBatch) -> Tensor:
     """Score a response by the share of its tokens that are among the first half of the words."""
     shares = [sum(3 <= i < 13 for i in ids) / len(ids) for ids in batch.response_ids]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -126,6 +127,20 @@ def test_a_real_model_does_the_recipes_work_and_its_curve_is_printed(chat_model,
     assert curves == [{"side": "ours", "pair": 1, "scores": [0.0, 0.5, 1.0, 0.5, 0.25]}]
     *_, row = compare.curves_table([{"precision": "float32", **curve} for curve in curves]).splitlines()
     assert row == "| float32, ours, run 1 | 0.500 | 0.250 |"
+
+
+def test_a_shared_prefix_saves_the_prompts_tokens_but_one_copy_a_micro_batch(chat_model):
+    import shared_prefix
+
+    sizes, found = shared_prefix.measured(chat_model, 0, 2, {"response_length": 8, "gradient_accumulation_steps": 1})
+    common, _, once, whole = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", sizes))
+    assert common >= 8  # the template before the request
+    assert whole - once >= (8 - 2) * common  # two micro-batches of four rows
+    assert {part: len(pairs) for part, pairs in found.items()} == dict.fromkeys(shared_prefix.PARTS, 2)
+    assert all(seconds > 0 for pairs in found.values() for pair in pairs for seconds in pair)
+    assert shared_prefix.lines("sizes", {"update": [[2.0, 3.0], [2.0, 5.0]]}) == [
+        "| sizes | update | 2.00 | 4.00 | 2.00 (1.50 to 2.50) |"
+    ]
 
 
 def test_a_real_model_has_to_be_named(capsys):

@@ -57,6 +57,20 @@ def test_a_last_bit_a_hash_and_a_missing_metric_are_named_and_the_command_fails(
     ]
 
 
+def test_numbers_and_sums_of_weights_within_the_given_difference_are_the_same(script):
+    first, second = a_record(), a_record()
+    for record, total in ((first, "0.3"), (second, "0.30000000001")):
+        record["configurations"]["ppo"]["weights"]["policy/model.safetensors"] = [["head", "1.0"], ["body", total]]
+    second["configurations"]["lora"]["history"]["objective/kl"][1][1] = "0.1002"
+    assert script["compare"](first, second, close=1e-10) == {
+        "ppo": [],
+        "lora": ["history objective/kl: 0.1 at step 2, 0.1002 at step 2"],
+    }
+    assert script["compare"](first, second)["ppo"] == [
+        "weights policy/model.safetensors: 0.3 at step body, 0.30000000001 at step body"
+    ]
+
+
 def test_a_configuration_that_one_tree_could_not_run_is_a_difference(script):
     second = a_record()
     second["configurations"]["lora"] = {"not run": "Error: no such setting"}

@@ -172,6 +172,20 @@ def test_an_architecture_without_a_pad_id_in_its_configuration_scores(tmp_path):
     assert_close(sequence_scores(model, SEQUENCES, pad_id=UNKNOWN)[:1], alone, rtol=0.0, atol=1e-5)
 
 
+def test_texts_that_begin_alike_get_the_scores_that_each_gets_alone():
+    """The second is the beginning of the others; its last token is its own."""
+    model = CausalLMRewardModel.from_causal_lm(tiny_model("gpt2")).double()
+    torch.nn.init.normal_(model.score.weight)
+    template = [*range(4, 14)]
+    sequences = [[*template, 5, 6], template, [13], [*template, 7]]
+    tokens: list[int] = []
+    model.base_model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: tokens.append(ids[0].numel()))
+    with torch.no_grad():
+        alone = torch.cat([sequence_scores(model, [ids], PAD) for ids in sequences])
+        assert_close(sequence_scores(model, sequences, PAD), alone, rtol=0.0, atol=1e-12)
+    assert tokens[-1] == 9 + 3 + 1 + 2 + 1
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_hidden_states_at_padded_positions_reach_neither_score_nor_gradient(side):
     model = reward_model("llama")

@@ -27,7 +27,8 @@ from ppo_rlhf.core.errors import ModelError
 from ppo_rlhf.models.reward_model import sequence_scores
 from ppo_rlhf.passes import packed_attention
 from ppo_rlhf.passes.forward import hidden_states, logits_of, packs
-from ppo_rlhf.passes.packed_attention import NAME, PackedLayout, place_rows, take_rows
+from ppo_rlhf.passes.packed_attention import NAME, PackedLayout, SharedLayout, place_rows, take_rows
+from ppo_rlhf.passes.prefixes import shared_prefix
 from ppo_rlhf.passes.token_rows import common_size, filled_size, right_padded
 from tests.tiny_models import KINDS, MAMBA, composite_config, tiny_model
 
@@ -98,6 +99,24 @@ def test_states_and_logits_are_those_of_single_sequences_whether_a_model_packs_o
         expected = torch.cat([model(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES])
     assert_close(states, one_by_one(model.base_model), rtol=1e-5, atol=1e-5)  # a Llama's norm is float32
     assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_states_after_a_shared_prefix_are_those_of_single_sequences_whether_a_model_packs_or_not(name):
+    """A model with windows or caps keeps the padded pass of whole rows."""
+    model, can = architecture(name)
+    if model.config._attn_implementation == "eager":
+        model = model.float()
+    backbone, shapes = model.base_model, []
+    sequences = [[*range(3, 13), *ids] for ids in SEQUENCES] + [[9, 8, 7]]
+    rows = right_padded(sequences, 0, prefix=shared_prefix(sequences))
+    assert packs(backbone) is can
+    backbone.get_input_embeddings().register_forward_pre_hook(lambda _, ids: shapes.append(tuple(ids[0].shape)))
+    with torch.no_grad():
+        states, places = hidden_states(backbone, rows), rows.places()
+    assert shapes == [(1, 10 + 16 + 3) if can else (5, 17)]
+    found = torch.cat([states[places[row, : len(ids)]] for row, ids in enumerate(sequences)])
+    assert_close(found, one_by_one(backbone, sequences), rtol=1e-5, atol=1e-5)  # a Llama's norm is float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,6 +309,28 @@ def test_attention_within_sequences_is_that_worked_out_token_by_token(lengths):
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     found = PackedLayout.of(lengths).attend(query, key, value, 0.3)
     assert_close(found, worked_out(query, key, value, lengths, 0.3), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("own", "whole"), [((2, 1, 3), (4, 1)), ((2, 2), ())], ids=["uneven", "even"])
+def test_attention_to_a_shared_prefix_is_that_of_whole_sequences_worked_out_token_by_token(own, whole):
+    """Two own tokens after a prefix of three: in the packed row the own tokens are first."""
+    generator, tokens = torch.Generator().manual_seed(1), sum(own) + 3 + sum(whole)
+    shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 6))
+    given = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    prefix, first, pieces = [*range(sum(own), sum(own) + 3)], 0, []
+    for length in own:
+        pieces.append([*prefix, *range(first, first + length)])
+        first += length
+    places = [place for piece in pieces for place in piece] + [*range(sum(own) + 3, tokens)]
+    lengths = [*map(len, pieces), *whole]
+    once = [places.index(place) for place in range(tokens)]
+    expected = worked_out(*(x[places] for x in given), lengths, 0.3)[once]
+    found = SharedLayout.of(3, own, whole).attend(*given, 0.3)
+    assert_close(found, expected, rtol=0.0, atol=1e-12)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    oracle = torch.autograd.grad((expected * weights).sum(), given)
+    for ours, theirs in zip(torch.autograd.grad((found * weights).sum(), given), oracle, strict=True):
+        assert_close(ours, theirs, rtol=0.0, atol=1e-12)
 
 
 def test_a_layout_spreads_and_collects_again_and_the_padding_gets_no_gradient():

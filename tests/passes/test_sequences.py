@@ -6,13 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_rlhf.passes.packed_attention import PackedLayout
+from ppo_rlhf.passes.packed_attention import PackedLayout, SharedLayout
+from ppo_rlhf.passes.prefixes import Prefix, shared_prefix
 from ppo_rlhf.passes.sequences import SequenceBatch, make_batch
 from ppo_rlhf.passes.token_rows import TokenRows, filled_size, right_padded
 
 PAD = 9
 IDS = st.integers(0, 50_000)
-ROWS = st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=40), st.lists(IDS, min_size=1, max_size=30)), min_size=1)
+PROMPTS = st.tuples(st.integers(0, 14), st.lists(IDS, min_size=1, max_size=40)).map(
+    lambda pair: [*range(pair[0]), *pair[1]]  # half of the prompts share tokens enough to be computed once
+)
+ROWS = st.lists(st.tuples(PROMPTS, st.lists(IDS, min_size=1, max_size=30)), min_size=1)
 
 
 def plain_layout(lengths: list[int]) -> PackedLayout:
@@ -30,18 +34,34 @@ def plain_layout(lengths: list[int]) -> PackedLayout:
     )
 
 
-def plain_rows(sequences: list[list[int]], fill: bool) -> TokenRows:
-    width, tokens = max(map(len, sequences)), sum(map(len, sequences))
-    missing = filled_size(tokens) - tokens if fill else 0
-    fillers = [width] * (missing // width) + [missing % width] * (missing % width > 0)
+def plain_order(sequences: list[list[int]], prefix: Prefix | None) -> list[tuple[int, int]]:
+    """Return row and column of each packed token: own tokens of rows that share, their prefix once, whole rows."""
+    length, sharing = prefix or (0, [])
+    whole = [row for row in range(len(sequences)) if row not in sharing]
+    parts = [(row, length, len(sequences[row])) for row in sharing]
+    parts += [(row, 0, length) for row in sharing[:1]] + [(row, 0, len(sequences[row])) for row in whole]
+    return [(row, column) for row, start, end in parts for column in range(start, end)]
+
+
+def plain_rows(sequences: list[list[int]], fill: bool, prefix: Prefix | None = None) -> TokenRows:
+    width, order = max(map(len, sequences)), plain_order(sequences, prefix)
+    length, sharing = prefix or (0, [])
+    whole = [length] * bool(prefix) + [len(ids) for row, ids in enumerate(sequences) if row not in sharing]
+    missing, longest = filled_size(len(order)) - len(order) if fill else 0, max(whole)
+    fillers = [longest] * (missing // longest) + [missing % longest] * (missing % longest > 0)
+    layout: PackedLayout | SharedLayout = plain_layout([*whole, *fillers])
+    if prefix:
+        keys = plain_layout([len(sequences[row]) for row in sharing])
+        own = plain_layout([len(sequences[row]) - length for row in sharing])
+        layout = SharedLayout(own, layout, length, keys.slots, keys.starts)
     return TokenRows(
         torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sequences]),
         torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sequences]),
         torch.tensor([list(range(width)) for _ in sequences]),
-        torch.tensor([[token for ids in sequences for token in ids] + [0] * missing]),
-        torch.tensor([[place for length in [*map(len, sequences), *fillers] for place in range(length)]]),
-        plain_layout([*map(len, sequences), *fillers]),
-        torch.tensor([row * width + column for row, ids in enumerate(sequences) for column in range(len(ids))]),
+        torch.tensor([[sequences[row][column] for row, column in order] + [0] * missing]),
+        torch.tensor([[column for _, column in order] + [place for length in fillers for place in range(length)]]),
+        layout,
+        torch.tensor([row * width + column for row, column in order]),
     )
 
 
@@ -52,21 +72,26 @@ def plain_filled(indices: list[int], available: int, fill: bool) -> list[int]:
 
 def plain_batch(pairs: list[tuple[list[int], list[int]]], fill: bool) -> SequenceBatch:
     width = max(len(response) for _, response in pairs)
-    states, predicting, targets, response_slots, state_slots, token = [], [], [], [], [], 0
+    states, predicting, targets, response_slots, state_slots = [], [], [], [], []
+    sequences, prefix = (
+        [prompt + response for prompt, response in pairs],
+        shared_prefix([prompt for prompt, _ in pairs]),
+    )
+    order = plain_order(sequences, prefix)
+    tokens = {place: token for token, place in enumerate(order)}
     for row, (prompt, response) in enumerate(pairs):
         for step in range(len(response) + 1):
             if step < len(response):
                 predicting.append(len(states))
                 targets.append(response[step])
                 response_slots.append(row * width + step)
-            states.append(token + len(prompt) - 1 + step)
+            states.append(tokens[row, len(prompt) - 1 + step])
             state_slots.append(row * (width + 1) + step)
-        token += len(prompt) + len(response)
-    states = plain_filled(states, token, fill)
+    states = plain_filled(states, len(order), fill)
     predicting = plain_filled(predicting, len(states), fill)
     targets += [0] * (len(predicting) - len(targets))
     numbers = [torch.tensor(actual) for actual in (states, predicting, targets, response_slots, state_slots)]
-    rows = plain_rows([prompt + response for prompt, response in pairs], fill)
+    rows = plain_rows(sequences, fill, prefix)
     return SequenceBatch(rows, (len(pairs), width), *numbers)
 
 
@@ -76,7 +101,7 @@ def check_equal(actual: object, expected: object) -> None:
         if isinstance(other, torch.Tensor):
             assert one.dtype == other.dtype, field.name
             assert torch.equal(one, other), field.name
-        elif isinstance(other, TokenRows | PackedLayout):
+        elif isinstance(other, TokenRows | PackedLayout | SharedLayout):
             check_equal(one, other)
         else:
             assert one == other, field.name
@@ -97,3 +122,13 @@ def test_a_batch_is_the_one_that_plain_loops_make(pairs, fill, more):
 @settings(max_examples=40, deadline=None)
 def test_padded_rows_are_those_that_plain_loops_make(sequences, fill):
     check_equal(right_padded(sequences, PAD, fill=fill), plain_rows(sequences, fill))
+
+
+@given(st.lists(PROMPTS, min_size=1))
+@settings(max_examples=40, deadline=None)
+def test_each_token_of_the_padded_form_has_its_place_in_the_packed_form(sequences):
+    rows = right_padded(sequences, PAD, prefix=shared_prefix(sequences))
+    places = rows.places()
+    for row, ids in enumerate(sequences):
+        assert rows.packed_ids[0, places[row, : len(ids)]].tolist() == ids
+        assert rows.packed_positions[0, places[row, : len(ids)]].tolist() == [*range(len(ids))]

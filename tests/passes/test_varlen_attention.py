@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 from ppo_rlhf.passes import packed_attention
 from ppo_rlhf.passes.forward import hidden_states, packs
-from ppo_rlhf.passes.packed_attention import PackedLayout
+from ppo_rlhf.passes.packed_attention import PackedLayout, SharedLayout
+from ppo_rlhf.passes.prefixes import shared_prefix
 from ppo_rlhf.passes.token_rows import right_padded
 from ppo_rlhf.passes.transfers import to_device
 from tests.tiny_models import tiny_model
@@ -32,11 +33,14 @@ def kernel_by_hand(query, key, value, starts_q, starts_k, longest_q, longest_k, 
     assert int(starts_k.diff().max()) <= longest_k
     left, right = (float("inf") if side == -1 else side for side in window_size)
     groups, rows = query.shape[1] // key.shape[1], []
-    for first, end in zip(starts_q[:-1].tolist(), starts_q[1:].tolist(), strict=True):
+    for first, end, first_k, end_k in zip(
+        *(each for x in (starts_q, starts_k) for each in (x[:-1], x[1:])), strict=True
+    ):
         q = query[first:end].transpose(0, 1)
-        k, v = (x[first:end].repeat_interleave(groups, dim=1).transpose(0, 1) for x in (key, value))
-        place = torch.arange(end - first)
-        seen = (place[:, None] - place <= left) & (place - place[:, None] <= right)
+        k, v = (x[first_k:end_k].repeat_interleave(groups, dim=1).transpose(0, 1) for x in (key, value))
+        # A window is counted from the last key, so that the last query sees all keys
+        at, place = torch.arange(end - first) + len(k[0]) - (end - first), torch.arange(len(k[0]))
+        seen = (at[:, None] - place <= left) & (place - at[:, None] <= right)
         scores = (q @ k.transpose(1, 2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
         rows.append((scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(rows)
@@ -77,13 +81,18 @@ def test_a_kernel_that_knows_no_shared_keys_gets_them_repeated(monkeypatch, quer
         assert_close(ours, theirs, rtol=0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "calls"),
+    [(PackedLayout.of(LENGTHS), 1), (SharedLayout.of(4, [2, 1], [2]), 2), (SharedLayout.of(3, [3, 3], []), 2)],
+    ids=["whole rows", "a shared prefix", "rows of equal lengths"],
+)
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_the_kernel_is_asked_for_what_the_padded_path_computes(monkeypatch, kernel_everywhere, scaling):
-    layout, given = PackedLayout.of(LENGTHS), heads(sum(LENGTHS))
+def test_the_kernel_is_asked_for_what_the_padded_path_computes(monkeypatch, kernel_everywhere, scaling, layout, calls):
+    given = heads(sum(LENGTHS))
     weights = torch.linspace(-1.0, 1.0, sum(LENGTHS) * 4 * 16).view(-1, 4, 16)
     found = layout.attend(*given, scaling)
     gradients = torch.autograd.grad((found * weights).sum(), given)
-    assert len(kernel_everywhere) == 1
+    assert len(kernel_everywhere) == calls
     monkeypatch.undo()
     expected = layout.attend(*given, scaling)
     assert_close(found, expected, rtol=0.0, atol=1e-5)
@@ -105,12 +114,13 @@ def test_a_model_that_attends_by_the_kernel_has_the_hidden_states_of_the_padded_
         assert_close(found, hidden_states(backbone, rows), rtol=0.0, atol=1e-5)
 
 
-def test_torchs_kernel_takes_these_arguments(monkeypatch):
+@pytest.mark.parametrize("made", [PackedLayout.of(LENGTHS), SharedLayout.of(4, [2, 1], [2])], ids=["whole", "shared"])
+def test_torchs_kernel_takes_these_arguments(monkeypatch, made):
     """On the device `meta` torch checks arguments and computes nothing."""
     query, key, value = heads(sum(LENGTHS), device="meta", dtype=torch.bfloat16)
     monkeypatch.setattr(packed_attention, "kernel_fits", lambda query, value: True)
     monkeypatch.setattr(packed_attention, "as_autocast", lambda states: states)  # `meta` has none
-    (layout,) = to_device([PackedLayout.of(LENGTHS)], query.device)
+    (layout,) = to_device([made], query.device)
     attended = layout.attend(query, key, value, None)
     attended.sum().backward()
     assert attended.shape == query.shape == query.grad.shape
@@ -155,12 +165,13 @@ def test_gpus_before_ampere_take_the_padded_path(monkeypatch, capability, has):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu_states_and_gradients_are_those_of_the_padded_path_up_to_rounding(monkeypatch, dtype):
+@pytest.mark.parametrize("sequences", [SEQUENCES, [[*range(3, 15), *ids] for ids in SEQUENCES]], ids=["own", "alike"])
+def test_on_a_gpu_states_and_gradients_are_those_of_the_padded_path_up_to_rounding(monkeypatch, dtype, sequences):
     """Both paths are compared with float32: the kernel's error may be only slightly larger than the padded path's."""
 
     def run(way: torch.dtype) -> list[torch.Tensor]:
         backbone = tiny_model("llama", **EIGHT_WIDE).base_model.to("cuda")
-        rows = right_padded(SEQUENCES, 0).to(torch.device("cuda"))
+        rows = right_padded(sequences, 0, prefix=shared_prefix(sequences)).to(torch.device("cuda"))
         with torch.autocast("cuda", way, enabled=way != torch.float32):
             states = hidden_states(backbone, rows).float()
         states.square().sum().backward()

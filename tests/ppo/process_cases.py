@@ -32,7 +32,16 @@ from ppo_rlhf.runtime.processes import (
 )
 from tests.ppo.short_memory import FIRST_BACKWARD, ShortMemory
 from tests.ppo.vllm_stand_in import SERVER, StandIn
-from tests.ppo_runs import MEASURED, Run, build_model, build_run, first_letters, model_scorer, weight_sums
+from tests.ppo_runs import (
+    MEASURED,
+    Run,
+    build_model,
+    build_prompts_alike,
+    build_run,
+    first_letters,
+    model_scorer,
+    weight_sums,
+)
 from tests.supervised import process_case
 
 ITERATIONS = 2
@@ -71,8 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},
     "gradient checkpointing": {"gradient_checkpointing": True},
+    "a shared prefix": {"kind": "gpt2", "prompts": build_prompts_alike(), "max_tokens_per_micro_batch": 40},
 }
 BY_TWO = (
+    "a shared prefix",
     "aggregation token_mean",
     "LoRA",
     "token budget",

@@ -25,7 +25,7 @@ from ppo_rlhf.passes.transfers import refilled
 from ppo_rlhf.rewards.scorers import ModelScorer
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.runtime.processes import from_all, is_main_process, process_count, shards_models, wait_for_all
-from tests.ppo_runs import MEASURED, Run, build_model, build_run, build_tokenizer, weight_sums
+from tests.ppo_runs import MEASURED, Run, build_model, build_prompts_alike, build_run, build_tokenizer, weight_sums
 
 ITERATIONS, RESPONSES = 5, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"gradient_checkpointing": True, "entropy_coef": 0.01},
     },
     "LoRA": {"use_peft": True, "lora_r": 2},
+    "a shared prefix": {"kind": "gpt2", "prompts": build_prompts_alike(), "gradient_checkpointing": True},
 }
 MORE: dict[str, dict[str, Any]] = {
     "critic from the reward model, early stop": {"value_model": "reward_init", "target_kl": 1e-3, "num_ppo_epochs": 2},

@@ -350,7 +350,7 @@ def test_the_next_evaluation_of_a_run_begins_with_the_halved_batches(monkeypatch
 @pytest.mark.parametrize("halved", [0, 1, 2, 3])
 def test_halved_micro_batches_have_the_same_rows_and_at_most_half_of_them(halved):
     config = PPOConfig(per_device_train_batch_size=5, gradient_accumulation_steps=2, total_episodes=10)
-    lengths = [3] * 10, [4] * 10
+    lengths = [[0] * 3] * 10, [4] * 10
     (whole,), (cut,) = (cut_batch(config, 1, *lengths, None, padded=False, halvings=n)[0] for n in (0, halved))
     assert [row for rows in cut.micro_batches for row in rows] == [row for rows in whole.micro_batches for row in rows]
     most = 5

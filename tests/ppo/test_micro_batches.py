@@ -198,7 +198,7 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
 
     With padding a micro-batch has (rows x longest row) tokens.
     """
-    prompts, responses = [2, 1, 4, 1], [3, 1, 1, 8]
+    prompts, responses = [[0] * length for length in (2, 1, 4, 1)], [3, 1, 1, 8]
 
     def cut(minibatch: list[int], rows: int, budget: int, padded: bool = True) -> list[list[int]]:
         return micro_batches(minibatch, rows, prompts, responses, budget, padded=padded)
@@ -218,6 +218,25 @@ def test_a_token_budget_ends_a_micro_batch_before_the_row_that_would_exceed_it()
     assert cut([0, 1, 2, 3], 4, 14, padded=False) == [[3, 0], [2, 1]]
     assert cut([0, 1, 2, 3], 4, 21, padded=False) == [[3, 0, 2, 1]]
     assert cut([], 4, 10) == []
+
+
+def test_rows_that_begin_alike_share_a_micro_batch_whose_budget_counts_their_beginning_once():
+    """Rows 0, 2 and 3 begin with 16 tokens and go on by 1; row 1 of 17 tokens begins otherwise; responses of 3.
+
+    A micro-batch of two of them has 20 + 4 tokens, and repeats 16 keys, which count as 2; of three 20 + 2 x 4 + 4.
+    """
+    prompts, responses = [[*range(16), last] for last in (20, 21, 22, 23)], [3] * 4
+    prompts[1][0] = 9
+
+    def cut(rows: int, budget: int | None, padded: bool = False) -> list[list[int]]:
+        return micro_batches([3, 1, 0, 2], rows, prompts, responses, budget, padded=padded)
+
+    assert cut(2, None) == [[0, 2], [3, 1]]
+    assert cut(4, None) == [[3, 1, 0, 2]]  # one micro-batch
+    assert cut(2, None, padded=True) == [[3, 1], [0, 2]]
+    assert cut(4, 32) == [[0, 2, 3], [1]]
+    assert cut(4, 31) == [[0, 2], [3], [1]]
+    assert cut(4, 25) == [[0], [2], [3], [1]]
 
 
 def test_ddp_keeps_each_gradient_twice_and_fsdp_and_a_single_process_once(make_run, monkeypatch):

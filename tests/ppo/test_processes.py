@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.passes import prefixes
 from ppo_rlhf.ppo.micro_batches import cut_batch
 from tests.launch import REPOSITORY, launch
 from tests.ppo import process_cases
@@ -55,9 +56,15 @@ def differences(actual: Any, expected: Any, path: str = "", close: float = CLOSE
 
 
 @pytest.mark.parametrize("name", process_cases.BY_TWO)
-def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name):
+def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name, monkeypatch):
+    shares = name == "a shared prefix"
+    if shares:  # the one process computes whole rows
+        monkeypatch.setattr(prefixes, "LEAST_SHARED", 99)
     expected = json.loads(json.dumps(process_cases.results(process_cases.CASES[name])))
     assert not differences(by_two[name], expected)
+    if shares:  # not of the weights: AdamW enlarges the rounding of the key's bias, whose gradient is 0
+        two, one = ({key: value for key, value in of.items() if key != "weights"} for of in (by_two[name], expected))
+        assert not differences(two, one, close=1e-10)
 
 
 @pytest.mark.parametrize("mode", process_cases.BY_VLLM)
@@ -139,7 +146,7 @@ def test_all_processes_cut_their_rows_into_as_many_micro_batches_as_the_one_that
 
     def micro_batches_of(rank: int, lengths: list[int]) -> list[list[int]]:
         monkeypatch.setenv("RANK", str(rank))
-        [[minibatch]] = cut_batch(config, 1, [1] * 8, [length - 1 for length in lengths], 10, padded=False)
+        [[minibatch]] = cut_batch(config, 1, [[0]] * 8, [length - 1 for length in lengths], 10, padded=False)
         assert sorted(row for piece in minibatch.micro_batches for row in piece) == sorted(minibatch.shards[rank])
         return minibatch.micro_batches
 

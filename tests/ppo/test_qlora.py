@@ -16,6 +16,8 @@ from ppo_rlhf.models.adapters import has_adapter, merged_parameters
 from ppo_rlhf.models.averages import trained_parameters
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.quantisation import is_quantised
+from ppo_rlhf.passes import prefixes
+from ppo_rlhf.passes.packed_attention import SharedLayout
 from ppo_rlhf.ppo.optimisers import build_optimizer
 from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.ppo.training_state import TrainingState
@@ -23,8 +25,9 @@ from ppo_rlhf.preflight.memory import MOMENTS, RunShape, plan_memory
 from ppo_rlhf.rewards.scoring import RewardScorer
 from ppo_rlhf.trainer.trainer import PPOTrainer
 from tests.checkpoints.support import assert_same
+from tests.ppo.support import ONE_STEP, gradients_of, moved_on
 from tests.ppo.test_update import recorded
-from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
+from tests.ppo_runs import Run, build_model, build_prompts, build_prompts_alike, build_tokenizer, first_letters
 
 pytest.importorskip("bitsandbytes")
 
@@ -307,3 +310,21 @@ def test_a_model_that_was_saved_in_4_bits_is_refused(saved, tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "quantised")
     with pytest.raises(ModelError, match=r"ppo\.load_in_4bit"):
         PretrainedHandle(str(tmp_path / "quantised")).causal_lm()
+
+
+def test_prompts_that_begin_alike_give_the_numbers_and_gradients_of_whole_rows(saved, monkeypatch):
+    """In float32: bitsandbytes has no float64."""
+    handle, found = saved("gpt2"), []
+    for least in (99, prefixes.LEAST_SHARED):
+        monkeypatch.setattr(prefixes, "LEAST_SHARED", least)
+        run = start(handle, **ONE_STEP)
+        run.prompts = build_prompts_alike()
+        rollouts = (experience := run.before_update()[-1]).rollouts
+        shares = [isinstance(batch.rows.layout, SharedLayout) for batch in rollouts.cut.first_inputs]
+        assert any(shares) is (least < 99)
+        moved = moved_on(experience)
+        numbers = {name: getattr(rollouts, name) for name in ("old_logprobs", "reference_logprobs", "values")}
+        found.append(numbers | gradients_of(run, moved))
+    whole, shared = found
+    for name, tensor in whole.items():
+        assert_close(shared[name], tensor, rtol=0.0, atol=1e-6 + 1e-5 * float(tensor.abs().max()), msg=name)

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.passes.packed_attention import SharedLayout
 from ppo_rlhf.ppo.rollouts import critic_values, measure, policy_passes
 from ppo_rlhf.ppo.run_setup import build_critic, build_state, load_policies
 from ppo_rlhf.rewards.scoring import RewardScorer
-from tests.ppo_runs import Run, build_model, build_prompts, build_tokenizer, first_letters
+from tests.ppo_runs import Run, build_model, build_prompts, build_prompts_alike, build_tokenizer, first_letters
 
 CPU = torch.device("cpu")
 REAL_MODEL = "PPO_RLHF_REAL_MODEL"
@@ -96,6 +97,17 @@ def test_the_kl_is_0_to_the_bit_before_the_first_step(saved, kind, options, sett
         assert not gaps(run).any()
     assert run.iteration()["objective/kl"] == pytest.approx(0.0, abs=1e-4 if settings["dtype"] == "float32" else 0.0)
     assert gaps(run).any()  # it has learned
+
+
+@pytest.mark.parametrize("settings", [{}, LORA, {"value_model": "shared"}], ids=str)
+def test_the_kl_of_prompts_that_begin_alike_is_0_to_the_bit_and_the_first_ratio_1(saved, settings):
+    run = start(saved(), dtype="bfloat16", **{**settings, "num_mini_batches": 1})
+    run.prompts = build_prompts_alike()
+    assert any(isinstance(batch.rows.layout, SharedLayout) for batch in run.rollouts().cut.first_inputs)
+    assert not gaps(run).any()
+    metrics = run.iteration()
+    assert (metrics["val/ratio"], metrics["policy/approxkl_avg"]) == (1.0, 0.0)
+    assert gaps(run).any()
 
 
 def test_the_reference_reads_the_policys_own_batches_in_16_bits(make_run):

@@ -120,6 +120,18 @@ def test_the_numbers_of_a_tiny_model_are_those_worked_out_by_hand():
         assert passing(two, "update") - passing(one, "update") == buckets
 
 
+def test_a_beginning_of_all_prompts_is_counted_once_a_pass_and_an_eighth_for_each_further_row():
+    shared, tokens = RunShape(LLAMA, 20, shared_length=16), 8 * 28 - 7 * 16 + 7 * 16 // 8
+    one, two = plan(RunShape(LLAMA, 20)), plan(shared)
+    kept = (passing(one, "update") - passing(plan(RunShape(LLAMA, 19)), "update")) // 8 - 64
+    assert passing(one, "update") - passing(two, "update") == (8 * 28 - tokens) * kept
+    assert passing(one, "scoring") / passing(two, "scoring") == 8 * 28 / tokens
+    assert plan(shared, max_tokens_per_micro_batch=tokens).update_rows == 8
+    assert plan(shared, max_tokens_per_micro_batch=tokens - 1).update_rows == 7
+    windowed = LlamaConfig(**{**LLAMA.to_dict(), "sliding_window": 4})
+    assert passing(plan(replace(shared, policy=windowed)), "update") == passing(plan(RunShape(windowed, 20)), "update")
+
+
 def test_an_epochs_tensors_are_counted_to_a_tenth():
     """Prompts of one length, responses of full length: then nothing is padding."""
     run = build_run("llama", prompts=build_prompts((6,) * 4), stop_token="none", missing_eos_penalty=None)

@@ -59,6 +59,15 @@ def test_an_iteration_is_the_sum_of_its_passes(critic):
     assert found == pytest.approx(decoding + measuring + models * (3 * 8 * 100.0 + 3 * 2 * 1000.0))
 
 
+def test_a_beginning_of_all_prompts_is_counted_once_a_pass():
+    """Nine of ten prompt tokens are common: two groups of decoding, and two micro-batches of four rows; by hand."""
+    config = PPOConfig(**SETTINGS, value_model="shared")
+    found = run_time.iteration_seconds(config, work(shared_length=9), PassTimes(1.0, 10.0, 100.0, 1000.0), 20)
+    decoding = (8 * 1 + 2 * 9) / 30 * 10.0 + 2 * 20 * 1.0
+    rows = (8 * 21 + 2 * 9) / 30
+    assert found == pytest.approx(decoding + rows * 10.0 * 2 + 3 * rows * 100.0 + 3 * 2 * 1000.0)
+
+
 def test_shorter_responses_take_less_of_everything_but_the_optimiser():
     config = PPOConfig(**SETTINGS, value_model="shared")
     found = run_time.iteration_seconds(config, work(), PassTimes(1.0, 10.0, 100.0, 1000.0), 5)

@@ -290,7 +290,8 @@ def _time(planned: Planned) -> Iterator[Finding]:
         yield "ok", "Time", f"not timed: planned for {'several processes' if planned.is_here else 'another machine'}"
         return
     shape = planned.shape
-    work = Work(shape.policy, planned.mean_prompt_length, planned.plan.rollout_rows, shape.trust_remote_code)
+    lengths = planned.mean_prompt_length, planned.plan.rollout_rows, planned.plan.shared_length
+    work = Work(shape.policy, *lengths, shape.trust_remote_code)
     yield from ((level, "Time", line) for level, line in describe(planned.config, work, planned.device))
 
 

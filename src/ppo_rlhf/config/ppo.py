@@ -258,9 +258,10 @@ class PPOConfig:
     same score by other prompts (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Role("none", record="here")] | None = None
     """Largest number of prompt and response tokens in one forward and backward pass, counting padding where the
-    architecture needs padding. A single response with more tokens is its own micro-batch. With None on a GPU, a pass
-    takes as many tokens as fit into the memory that is free when training starts (docs/memory.md). With None on a CPU
-    or with `deterministic`, only per_device_train_batch_size limits a pass."""
+    architecture needs padding. A beginning that prompts share counts once, and an eighth of it for each further row. A
+    single response with more tokens is its own micro-batch. With None on a GPU, a pass takes as many tokens as fit into
+    the memory that is free when training starts (docs/memory.md). With None on a CPU or with `deterministic`, only
+    per_device_train_batch_size limits a pass."""
 
     response_length: Annotated[
         int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE), Role("replaced", record="sampling", varies=False)

@@ -42,6 +42,7 @@ from ppo_rlhf.passes.capabilities import (
     probing,
 )
 from ppo_rlhf.passes.forward import backbone_of, hidden_states_at, packs, width_of_states
+from ppo_rlhf.passes.prefixes import shared_prefix
 from ppo_rlhf.passes.token_rows import TokenRows, few_shapes_are_faster, right_padded
 
 log = logging.getLogger(__name__)
@@ -214,20 +215,25 @@ def why_no_reward_model(architecture: str | None, config: PretrainedConfig) -> s
 def sequence_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
     """Return the scores `[B]` of B sequences of token ids.
 
-    A `CausalLMRewardModel` scores packed sequences if its backbone can read packed sequences. Other classifiers score a
-    padded batch; if padding changes a classifier's scores or the classifier has no pad id, it scores one sequence at a
-    time. A padded batch is padded with the pad id of the model's configuration, by which transformers' classifiers find
-    the last token, or with `pad_id` if the configuration has no pad id.
+    A `CausalLMRewardModel` scores packed sequences (`scores_packed`), and computes their common beginning once. Other
+    classifiers score a padded batch; if padding changes a classifier's scores or the classifier has no pad id, it
+    scores one sequence at a time. A padded batch is padded with the pad id of the model's configuration, by which
+    transformers' classifiers find the last token, or with `pad_id` if the configuration has no pad id.
     """
     config_pad_id = pad_id_of(model.config)
-    packing = model if isinstance(model, CausalLMRewardModel) and packs(backbone_of(model)) else None
-    fill = packing is not None and few_shapes_are_faster(model.device, model.dtype)
-    rows = right_padded(sequences, pad_id if config_pad_id is None else config_pad_id, fill=fill).to(model.device)
-    if packing is not None:
-        last = rows.attention_mask.sum(-1).cumsum(0) - 1
-        return packing.score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
+    if scores_packed(model):
+        fill, prefix = few_shapes_are_faster(model.device, model.dtype), shared_prefix(sequences)
+        rows = right_padded(sequences, pad_id, prefix=prefix, fill=fill).to(model.device)
+        last = rows.places().gather(1, rows.attention_mask.sum(-1, keepdim=True) - 1)[:, 0]
+        return cast("CausalLMRewardModel", model).score(hidden_states_at(backbone_of(model), rows, last))[:, 0]
+    rows = right_padded(sequences, pad_id if config_pad_id is None else config_pad_id).to(model.device)
     has_pad = config_pad_id is not None or isinstance(model, CausalLMRewardModel)
     return _padded_scores(model, rows) if has_pad and _ignores_padding(model) else _scores_one_by_one(model, rows)
+
+
+def scores_packed(model: PreTrainedModel) -> bool:
+    """Return whether a reward model scores packed sequences: its class and its backbone can."""
+    return isinstance(model, CausalLMRewardModel) and packs(backbone_of(model))
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.passes.capabilities import PROBE_ERRORS, are_close, hidden_states_alone, probe_ids, probed_once, probing
 from ppo_rlhf.passes.forward import backbone_of, logits_of, packs
-from ppo_rlhf.passes.packed_attention import PackedLayout, as_autocast, packed_hidden_states, take_rows
+from ppo_rlhf.passes.packed_attention import Attention, as_autocast, packed_hidden_states, take_rows
+from ppo_rlhf.passes.prefixes import shared_prefix
 from ppo_rlhf.passes.token_rows import right_padded
 
 log = logging.getLogger(__name__)
@@ -47,16 +48,18 @@ class Decoder:
         self._columns = [len(ids) for ids in prompt_ids]
         # [B] long, number of tokens of each sequence in the KV cache
         self.lengths = torch.tensor(self._columns, device=model.device)
-        # Layout of the packed prompts, set only during the forward pass over the prompts
-        self._prompts: PackedLayout | None = None
+        # Attention of the packed prompts, set only during the forward pass over the prompts
+        self._prompts: Attention | None = None
 
     def prefill(self) -> Tensor:
-        """Return the logits `[B, V]` that follow the prompts."""
-        rows = right_padded(self._prompt_ids, 0).to(self.lengths.device)
-        self._prompts = rows.layout
+        """Return the logits `[B, V]` that follow the prompts, whose common beginning is computed once."""
+        prefix = shared_prefix(self._prompt_ids)
+        rows = right_padded(self._prompt_ids, 0, prefix=prefix).to(self.lengths.device)
+        # Index of each prompt's tokens in the packed row [B, L]
+        self._prompts, self._places = rows.layout, rows.places()
         states = packed_hidden_states(self._backbone, rows.packed_ids, rows.packed_positions, self)
         self._prompts = None
-        return self._head(take_rows(states, self.lengths.cumsum(0) - 1))
+        return self._head(take_rows(states, self._places.gather(1, self.lengths[:, None] - 1)[:, 0]))
 
     def step(self, token_ids: Tensor) -> Tensor:
         """Append one token to each sequence, `token_ids` `[B]`, and return the logits `[B, V]` of the next tokens."""
@@ -83,8 +86,8 @@ class Decoder:
         attends to its sequence, and query heads that share a key head are computed together, as rows of one query.
         """
         if self._prompts is not None:
-            self._keys.append(self._cache(self._prompts.spread(as_autocast(key_NKD))))
-            self._values.append(self._cache(self._prompts.spread(as_autocast(value_NKD))))
+            self._keys.append(self._cache(as_autocast(key_NKD)[self._places]))
+            self._values.append(self._cache(as_autocast(value_NKD)[self._places]))
             return self._prompts.attend(query_NHD, key_NKD, value_NKD, scaling)
         call, rows, heads = next(self._calls), len(query_NHD), query_NHD.shape[1]
         keys, values = self._keys[call][:rows], self._values[call][:rows]

@@ -22,6 +22,7 @@ from ppo_rlhf.passes.decoding import decodes
 from ppo_rlhf.passes.free_memory import sequences_at_a_time
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.passes.packed_attention import padded_attention
+from ppo_rlhf.passes.prefixes import in_passes_alike
 from ppo_rlhf.passes.rows import in_passes
 from ppo_rlhf.passes.sampling import Responses, SamplingSettings, decode_packed, may_stop, responses_of, sample_step
 from ppo_rlhf.passes.token_rows import filled_size
@@ -64,7 +65,10 @@ def generate_responses(
                 drawn, drawn_logprobs = decode(model, prompts, noise, settings)
                 yield drawn.to(tokens), drawn_logprobs.to(logprobs)
 
-        for rows, (drawn, drawn_logprobs) in in_passes(range(len(prompt_ids)), batch_size, decoded, halving):
+        in_order = list(range(len(prompt_ids)))
+        if decode is decode_packed:
+            in_order = in_passes_alike(in_order, prompt_ids, batch_size)
+        for rows, (drawn, drawn_logprobs) in in_passes(in_order, batch_size, decoded, halving):
             tokens[rows, : drawn.shape[1]] = drawn
             logprobs[rows, : drawn.shape[1]] = drawn_logprobs
     return responses_of(tokens, logprobs, settings)

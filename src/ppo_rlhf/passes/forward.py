@@ -30,6 +30,7 @@ from ppo_rlhf.passes.capabilities import (
     probing,
 )
 from ppo_rlhf.passes.packed_attention import packed_hidden_states, take_rows, use_packed_attention, use_padded_attention
+from ppo_rlhf.passes.prefixes import LEAST_SHARED, Prefix
 from ppo_rlhf.passes.token_rows import TokenRows, right_padded
 
 log = logging.getLogger(__name__)
@@ -124,16 +125,19 @@ def _keeps_sequences_apart(backbone: PreTrainedModel) -> bool:
     """Probe packed attention, and leave it switched on if it gives the same hidden states as padded attention.
 
     Packed hidden states must be close to padded hidden states at the model's default positions, and the hidden states
-    of a packed sequence must not depend on the sequence packed before it. Packed and padded hidden states need not be
-    equal to the bit: a mixture of experts multiplies matrices of different sizes in packed and padded passes.
+    of a packed sequence must not depend on the sequence packed before it. Two of the sequences share a prefix. Packed
+    and padded hidden states need not be equal to the bit: a mixture of experts multiplies matrices of different sizes
+    in packed and padded passes.
     """
-    rows = right_padded([probe_ids(backbone, 5).tolist(), probe_ids(backbone, 3).tolist()], 0).to(backbone.device)
+    ids = probe_ids(backbone, LEAST_SHARED + 3).tolist()
+    sequences = [ids, [*ids[:LEAST_SHARED], ids[0]], ids[1:4]]
+    rows = right_padded(sequences, 0, prefix=Prefix(LEAST_SHARED, [0, 1])).to(backbone.device)
     try:
         with probing(backbone):
             expected = _padded_hidden_states(backbone, rows, with_positions=False)
             use_packed_attention(backbone)
             packed = rows.packed_ids, rows.packed_positions, rows.layout
-            states, second = packed_hidden_states(backbone, *packed), int(rows.layout.starts[1])
+            states, second = packed_hidden_states(backbone, *packed), len(ids) - LEAST_SHARED
             leak = embedding_gradient(backbone, lambda: packed_hidden_states(backbone, *packed)[second:])[0, :second]
             if are_close(states, expected) and not leak.any():
                 return True

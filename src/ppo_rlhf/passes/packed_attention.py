@@ -5,6 +5,9 @@ With packed sequences all layers but attention compute real tokens only. Attenti
 padding on its right. On CUDA in 16 bits, attention needs no padding: torch's FlashAttention reads packed sequences.
 https://docs.pytorch.org/docs/stable/nn.attention.varlen.html
 
+Sequences that begin with the same tokens may share one copy of these tokens (`SharedLayout`). Then attention alone
+repeats the keys and values of the copy for each sequence. The gradient of the copy is the sum over the sequences.
+
 Packed attention works for every transformers model whose layers call the `AttentionInterface` and pass on keyword
 arguments. https://huggingface.co/docs/transformers/attention_interface
 """
@@ -85,31 +88,110 @@ class PackedLayout:
         """Return the attention output of the N tokens, each attending within its sequence; see `Attention.attend`."""
         query_NHD, key_NKD, value_NKD = (as_autocast(x) for x in (query_NHD, key_NKD, value_NKD))
         if kernel_fits(query_NHD, value_NKD):
-            # Imported inside the function because the import takes 1 s, and a CPU does not need varlen_attn
-            from torch.nn.attention.varlen import varlen_attn
-
-            kernel: Callable[..., Any] = varlen_attn
-            if query_NHD.shape[1] != key_NKD.shape[1]:
-                if _has_grouped_queries(varlen_attn):
-                    kernel = partial(varlen_attn, enable_gqa=True)
-                else:  # torch 2.11 has no `enable_gqa` for varlen_attn
-                    repeats = query_NHD.shape[1] // key_NKD.shape[1]
-                    key_NKD, value_NKD = (x.repeat_interleave(repeats, dim=1) for x in (key_NKD, value_NKD))
             starts, longest = (self.starts, self.starts), (self.shape[1], self.shape[1])
-            attended: Tensor = kernel(
-                query_NHD, key_NKD, value_NKD, *starts, *longest, scale=scaling, window_size=CAUSAL
-            )
-            return attended
-        query, key, value = (self.spread(x).transpose(1, 2) for x in (query_NHD, key_NKD, value_NKD))
-        groups = query.shape[1] // key.shape[1]
-        shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2
-        # Repeat the keys for each head: with enable_gqa, torch would use a kernel that stores all attention scores
-        if groups > 1 and not shares_keys:
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        attended = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=shares_keys
+            return _by_kernel(query_NHD, key_NKD, value_NKD, starts, longest, scaling)
+        query, key, value = (self.spread(x) for x in (query_NHD, key_NKD, value_NKD))
+        return self.collect(_padded(query, key, value, scaling))
+
+
+@dataclass(frozen=True)
+class SharedLayout:
+    """B sequences that begin with the same P tokens, of which a packed row has one copy, and whole sequences.
+
+    The packed row holds first the own tokens of the B sequences, which follow the P tokens, then the P tokens, then the
+    whole sequences. Own tokens attend to the P tokens and within their sequence.
+    """
+
+    own: PackedLayout  # layout of the own tokens, B sequences padded to L
+    others: PackedLayout  # layout of the P tokens and the whole sequences
+    length: int  # P
+    keys: Tensor  # [n] long, index of each key of the own tokens in the flattened padded form [B · (P + L)]
+    key_starts: Tensor  # [B + 1] int32, index of each sequence's first key among the n keys, followed by n
+
+    @classmethod
+    def of(cls, length: int, own: Sequence[int], whole: Sequence[int]) -> SharedLayout:
+        """Return the layout, on the CPU, of sequences that share `length` tokens, and of whole sequences.
+
+        `own` counts the own tokens of each sequence that shares, and `whole` the tokens of each whole sequence.
+        """
+        keys = PackedLayout.of([length + count for count in own])
+        return cls(PackedLayout.of(own), PackedLayout.of([length, *whole]), length, keys.slots, keys.starts)
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float | None) -> Tensor:
+        """Return the attention output of the N tokens; see `Attention.attend`."""
+        counts = [len(self.own.slots), len(self.others.slots)]
+        (own_query, query), (own_key, key), (own_value, value) = (
+            as_autocast(x).split(counts) for x in (query_NHD, key_NKD, value_NKD)
         )
-        return self.collect(attended.transpose(1, 2))
+        prefix_key, prefix_value = key[: self.length], value[: self.length]
+        own = self._attend_own(own_query, own_key, own_value, prefix_key, prefix_value, scaling)
+        return torch.cat([own, self.others.attend(query, key, value, scaling)])
+
+    def _attend_own(
+        self,
+        query_MHD: Tensor,
+        key_MKD: Tensor,
+        value_MKD: Tensor,
+        prefix_key_PKD: Tensor,
+        prefix_value_PKD: Tensor,
+        scaling: float | None,
+    ) -> Tensor:
+        """Return the attention output of the M own tokens, `[M, H, d of the values]`."""
+        rows, width = self.own.shape
+        key, value = (
+            torch.cat([prefix.expand(rows, *prefix.shape), self.own.spread(own)], dim=1)  # [B, P + L, K, d]
+            for prefix, own in ((prefix_key_PKD, key_MKD), (prefix_value_PKD, value_MKD))
+        )
+        if kernel_fits(query_MHD, value):
+            key, value = (take_rows(x.flatten(0, 1), self.keys) for x in (key, value))
+            starts, longest = (self.own.starts, self.key_starts), (width, self.length + width)
+            return _by_kernel(query_MHD, key, value, starts, longest, scaling)
+        # Own token i sees the prefix and the own tokens 0 to i
+        sees = torch.ones(width, self.length + width, dtype=torch.bool, device=key.device).tril(self.length)
+        return self.own.collect(_padded(self.own.spread(query_MHD), key, value, scaling, sees))
+
+
+def _by_kernel(
+    query_NHD: Tensor,
+    key_NKD: Tensor,
+    value_NKD: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Return the attention output of packed sequences by FlashAttention.
+
+    `starts` are those of queries and of keys, `longest` the most queries and keys of a sequence. The last query of a
+    sequence sees all its keys, and each earlier query one key less.
+    """
+    # Imported inside the function because the import takes 1 s, and a CPU does not need varlen_attn
+    from torch.nn.attention.varlen import varlen_attn
+
+    kernel: Callable[..., Any] = varlen_attn
+    if query_NHD.shape[1] != key_NKD.shape[1]:
+        if _has_grouped_queries(varlen_attn):
+            kernel = partial(varlen_attn, enable_gqa=True)
+        else:  # torch 2.11 has no `enable_gqa` for varlen_attn
+            repeats = query_NHD.shape[1] // key_NKD.shape[1]
+            key_NKD, value_NKD = (x.repeat_interleave(repeats, dim=1) for x in (key_NKD, value_NKD))
+    attended: Tensor = kernel(query_NHD, key_NKD, value_NKD, *starts, *longest, scale=scaling, window_size=CAUSAL)
+    return attended
+
+
+def _padded(
+    query_BLHD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, scaling: float | None, sees_LS: Tensor | None = None
+) -> Tensor:
+    """Return the attention output `[B, L, H, d of the values]` of padded queries; `sees_LS` None is a causal mask."""
+    query, key, value = (x.transpose(1, 2) for x in (query_BLHD, key_BSKD, value_BSKD))
+    groups = query.shape[1] // key.shape[1]
+    shares_keys = groups > 1 and query.is_cuda and query.dtype.itemsize == 2 and sees_LS is None
+    # Repeat the keys for each head: with enable_gqa, torch would use a kernel that stores all attention scores
+    if groups > 1 and not shares_keys:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    attended = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=sees_LS, is_causal=sees_LS is None, scale=scaling, enable_gqa=shares_keys
+    )
+    return attended.transpose(1, 2)
 
 
 def kernel_fits(query_NHD: Tensor, value_NKD: Tensor) -> bool:

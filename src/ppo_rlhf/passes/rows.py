@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.passes.free_memory import sequences_at_a_time
 from ppo_rlhf.passes.halvings import Halving
+from ppo_rlhf.passes.prefixes import in_passes_alike
 from ppo_rlhf.passes.transfers import on_device, to_cpu
 from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
 from ppo_rlhf.runtime.progress_display import Lines
@@ -55,13 +56,15 @@ def table_by_rows(
     dtype: torch.dtype,
     compute: Callable[[list[list[int]]], Iterable[Tensor]],
     *,
+    shared: Callable[[], Sequence[Sequence[int]] | None],
     device: torch.device,
     batch_size: int | None,
     halving: Halving | None = None,
 ) -> Tensor:
     """Return a table `[N, width]` on the CPU of what a model computes for each of N rows, without gradients.
 
-    Each process computes its shard of the rows, and returns all rows. Rows of similar length share a pass.
+    Each process computes its shard of the rows, and returns all rows. Rows that begin alike share a pass if the model
+    computes a common beginning once, else rows of similar length.
 
     Args:
         model: The model; an offloaded or sharded model is whole on the device only during the call.
@@ -69,6 +72,8 @@ def table_by_rows(
         width: Columns of the table.
         dtype: Dtype of the table.
         compute: Yields the results `[b, t]` of passes of b rows, as in `in_passes`; the columns after t are 0.
+        shared: Returns what each row may share with others (`prefixes`); None: the model computes whole rows. Called
+            while the model is on the device.
         device: The device to compute on.
         batch_size: The most rows of a pass; None: as many as fit into memory.
         halving: Halves the rows of a pass when memory runs out; None: this call's own.
@@ -78,7 +83,9 @@ def table_by_rows(
     by_length = sorted(own_rows, key=lambda row: lengths[row])
     with torch.no_grad(), on_device(model, device):
         most = batch_size or sequences_at_a_time(model, len(by_length), max(lengths, default=0))
-        done = in_passes(by_length, most, compute, halving)
+        beginnings = shared()
+        in_order = by_length if beginnings is None else in_passes_alike(by_length, beginnings, most)
+        done = in_passes(in_order, most, compute, halving)
     table = filled_rows(len(lengths), width, [rows for rows, _ in done], [result for _, result in done], dtype)
     return gather_dealt(table[own_rows], shards)
 

@@ -9,22 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from ppo_rlhf.passes.packed_attention import place_rows
-from ppo_rlhf.passes.token_rows import TokenRows, filled_size, joined_rows, token_parts
+from ppo_rlhf.passes.prefixes import shared_prefix
+from ppo_rlhf.passes.token_rows import TokenRows, filled_size, joined_rows, token_parts, true_indices
 
 
 @dataclass(frozen=True)
 class SequenceBatch:
     """B prompts with their responses of T columns, ready for a forward pass.
 
-    The N real tokens of all rows are packed one after the other. M of the N packed tokens are states: s_0 (each
-    prompt's last token) to s_T (each response's last token). Each of the R response tokens is predicted by the state
-    before the token. Further states may follow the M states, and further targets the R targets, so that forward passes
-    have few shapes; the results of further states and targets are dropped.
+    The N tokens of all rows are packed one after the other; a beginning that prompts share is packed once. M of the N
+    packed tokens are states: s_0 (each prompt's last token) to s_T (each response's last token). Each of the R response
+    tokens is predicted by the state before the token. Further states may follow the M states, and further targets the R
+    targets, so that forward passes have few shapes; the results of further states and targets are dropped.
     """
 
     rows: TokenRows  # token rows: each prompt followed by its response, padded on the right
     shape: tuple[int, int]  # batch size B and longest response T
-    state_positions: Tensor  # [M or more] long, index of each state among the batch's N real tokens, row by row
+    state_positions: Tensor  # [M or more] long, index of each state among the N packed tokens, row by row
     predicting: Tensor  # [R or more] long, for each response token, the index of the state that predicts the token
     targets: Tensor  # [R or more] long, the response tokens, which the states at `predicting` predict
     response_slots: Tensor  # [R] long, index of each response token in the flattened [B, T]
@@ -50,6 +51,8 @@ def make_batch(
 ) -> SequenceBatch:
     """Append each response to its prompt, and return the rows on the CPU, trimmed to the longest response.
 
+    The packed rows have the prompts' common beginning once (`prefixes.shared_prefix`).
+
     Args:
         prompt_ids: B prompts.
         response_ids: Responses `[B, T]`; tokens beyond `lengths` are not read.
@@ -61,11 +64,12 @@ def make_batch(
     is_response = torch.arange(int(lengths.max())) < lengths[:, None]
     targets = response_ids.cpu()[:, : is_response.shape[1]].masked_select(is_response)
     prompts, prompt_lengths = token_parts(prompt_ids)
-    rows = joined_rows([(prompts, prompt_lengths), (targets, lengths)], pad_token_id, fill=fill)
+    parts, prefix = [(prompts, prompt_lengths), (targets, lengths)], shared_prefix(prompt_ids)
+    rows = joined_rows(parts, pad_token_id, prefix=prefix, fill=fill)
     is_state = nn.functional.pad(is_response, (1, 0), value=True)  # [B, T + 1]
-    is_state_token = (rows.position_ids >= prompt_lengths[:, None] - 1).take(rows.slots)
+    is_state_token = rows.attention_mask.bool() & (rows.position_ids >= prompt_lengths[:, None] - 1)
     predicts = nn.functional.pad(is_response, (0, 1), value=False).masked_select(is_state)
-    states, predicting = _indices(is_state_token), _indices(predicts)
+    states, predicting = rows.places().masked_select(is_state_token), true_indices(predicts)
     if fill:
         states = _filled(states, len(rows.slots))
         predicting = _filled(predicting, len(states))
@@ -76,8 +80,8 @@ def make_batch(
         state_positions=states,
         predicting=predicting,
         targets=targets,
-        response_slots=_indices(is_response.flatten()),
-        state_slots=_indices(is_state.flatten()),
+        response_slots=true_indices(is_response),
+        state_slots=true_indices(is_state),
     )
 
 
@@ -100,13 +104,8 @@ def sequence_batches(
     ]
 
 
-def _indices(mask: Tensor) -> Tensor:
-    """Return the indices `[n]` at which a mask `[size]` is True."""
-    return mask.nonzero()[:, 0]
-
-
 def _filled(indices: Tensor, available: int) -> Tensor:
     """Append unused indices below `available` until there are `filled_size` indices or no unused index is left."""
     is_free = torch.ones(available, dtype=torch.bool)
     is_free[indices] = False
-    return torch.cat([indices, _indices(is_free)[: filled_size(len(indices)) - len(indices)]])
+    return torch.cat([indices, true_indices(is_free)[: filled_size(len(indices)) - len(indices)]])

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_rlhf.passes.packed_attention import PackedLayout
+from ppo_rlhf.passes.packed_attention import PackedLayout, SharedLayout
+from ppo_rlhf.passes.prefixes import Prefix
 from ppo_rlhf.passes.transfers import to_device
 
 LEAST_FILL = 64
@@ -47,7 +48,9 @@ class TokenRows:
     """B sequences as inputs of a model, in two forms.
 
     Padded token rows are `[B, S]`, with padding on either side. Packed token rows are `[1, N]`, one sequence after the
-    other. Packed token rows may end with fillers, which are sequences whose results are not used.
+    other. If rows share a prefix, packed token rows have the prefix once: first the tokens after the prefix of the rows
+    that share it, then the prefix, then the other rows. Packed token rows may end with fillers, which are sequences
+    whose results are not used.
     """
 
     input_ids: Tensor  # [B, S]
@@ -55,19 +58,42 @@ class TokenRows:
     position_ids: Tensor  # [B, S]
     packed_ids: Tensor  # [1, N or more]
     packed_positions: Tensor  # [1, N or more]
-    layout: PackedLayout  # layout of the sequences in the packed form, including the filler sequences
-    slots: Tensor  # [N] long, index of each real token in the flattened padded form [B · S]
+    layout: PackedLayout | SharedLayout  # layout of the sequences in the packed form, including the filler sequences
+    slots: Tensor  # [N] long, index of each token of the packed form in the flattened padded form [B · S]
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *, fill: bool = False) -> TokenRows:
-        """Make padded and packed rows from padded rows on the CPU; `fill` adds fillers, so that few shapes occur."""
-        slots = attention_mask.flatten().nonzero()[:, 0]
+    def of(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        *,
+        prefix: Prefix | None = None,
+        fill: bool = False,
+    ) -> TokenRows:
+        """Make padded and packed rows from padded rows on the CPU.
+
+        The packed rows have a `prefix` once, for which the rows must be padded on the right. `fill` adds fillers, so
+        that few shapes occur.
+        """
         lengths: list[int] = attention_mask.sum(-1).tolist()
+        own: list[int] = []
+        if prefix is None:
+            slots = true_indices(attention_mask)
+        else:
+            shares = torch.zeros(len(lengths), 1, dtype=torch.bool)
+            shares[prefix.rows] = True
+            is_own = shares & (torch.arange(attention_mask.shape[1]) >= prefix.length)
+            copy = prefix.rows[0] * attention_mask.shape[1] + torch.arange(prefix.length)
+            slots = torch.cat([true_indices(attention_mask * is_own), copy, true_indices(attention_mask * ~shares)])
+            own = [lengths[row] - prefix.length for row in prefix.rows]
+            lengths = [length for length, (is_sharing,) in zip(lengths, shares.tolist(), strict=True) if not is_sharing]
         ids, positions = (values.take(slots)[None] for values in (input_ids, position_ids))
         missing = filled_size(len(slots)) - len(slots) if fill else 0
         # Fillers are at most as long as the longest sequence, so that attention and positions become no wider
         if missing:
-            fillers = [min(max(lengths), missing - done) for done in range(0, missing, max(lengths))]
+            longest = max([prefix.length, *lengths] if prefix else lengths)
+            fillers = [min(longest, missing - done) for done in range(0, missing, longest)]
             ids = torch.cat([ids, ids.new_zeros(1, missing)], dim=1)
             positions = torch.cat([positions, *(torch.arange(length)[None] for length in fillers)], dim=1)
             lengths += fillers
@@ -77,18 +103,29 @@ class TokenRows:
             position_ids,
             packed_ids=ids,
             packed_positions=positions,
-            layout=PackedLayout.of(lengths),
+            layout=SharedLayout.of(prefix.length, own, lengths) if prefix else PackedLayout.of(lengths),
             slots=slots,
         )
+
+    def places(self) -> Tensor:
+        """Return the index of each token of the padded form in the packed form, `[B, S]` long, any in padding."""
+        places = torch.full(self.attention_mask.shape, -1, device=self.slots.device)
+        places.view(-1)[self.slots] = torch.arange(len(self.slots), device=self.slots.device)
+        if isinstance(self.layout, PackedLayout):
+            return places.clamp(min=0)
+        in_prefix = len(self.layout.own.slots) + torch.arange(places.shape[1], device=places.device)
+        return torch.where((places < 0) & self.attention_mask.bool(), in_prefix, places).clamp(min=0)
 
     def to(self, device: torch.device) -> TokenRows:
         """Return the same rows on another device."""
         return to_device([self], device)[0]
 
 
-def right_padded(sequences: Sequence[Sequence[int]], pad_id: int, *, fill: bool = False) -> TokenRows:
-    """Return token rows that are padded on the right; `fill` adds fillers to the packed form, as in `TokenRows.of`."""
-    return joined_rows([token_parts(sequences)], pad_id, fill=fill)
+def right_padded(
+    sequences: Sequence[Sequence[int]], pad_id: int, *, prefix: Prefix | None = None, fill: bool = False
+) -> TokenRows:
+    """Return token rows that are padded on the right; the packed form is as in `TokenRows.of`."""
+    return joined_rows([token_parts(sequences)], pad_id, prefix=prefix, fill=fill)
 
 
 def token_parts(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -98,11 +135,13 @@ def token_parts(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.tensor([len(sequence) for sequence in sequences])
 
 
-def joined_rows(parts: Sequence[tuple[Tensor, Tensor]], pad_id: int, *, fill: bool = False) -> TokenRows:
+def joined_rows(
+    parts: Sequence[tuple[Tensor, Tensor]], pad_id: int, *, prefix: Prefix | None = None, fill: bool = False
+) -> TokenRows:
     """Return B rows, padded on the right; row b joins sequence b of every part, such as a prompt and its response.
 
-    A part holds B sequences: their ids one after the other, `[N]`, and their lengths `[B]`, on the CPU. `fill` is as in
-    `TokenRows.of`.
+    A part holds B sequences: their ids one after the other, `[N]`, and their lengths `[B]`, on the CPU. `prefix` and
+    `fill` are as in `TokenRows.of`.
     """
     ends = torch.stack([lengths for _, lengths in parts]).cumsum(0)  # [parts, B]
     columns = torch.arange(int(ends[-1].max()))
@@ -112,4 +151,9 @@ def joined_rows(parts: Sequence[tuple[Tensor, Tensor]], pad_id: int, *, fill: bo
         is_within = columns < end[:, None]
         ids.masked_scatter_(is_within & ~is_before, values)
         is_before = is_within
-    return TokenRows.of(ids, is_before.long(), columns.expand(ids.shape), fill=fill)
+    return TokenRows.of(ids, is_before.long(), columns.expand(ids.shape), prefix=prefix, fill=fill)
+
+
+def true_indices(mask: Tensor) -> Tensor:
+    """Return the indices `[n]` in the flattened mask at which it is not 0."""
+    return mask.flatten().nonzero()[:, 0]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.checks import compute_dtype
 from ppo_rlhf.models.critic import Critic, SharedCritic, ValueModel
-from ppo_rlhf.passes.forward import backbone_of, hidden_states_at
+from ppo_rlhf.passes.forward import backbone_of, hidden_states_at, packs
 from ppo_rlhf.passes.halvings import Halving
 from ppo_rlhf.passes.response_logprobs import Reference, response_statistics
 from ppo_rlhf.passes.rows import table_by_rows
@@ -120,6 +120,7 @@ def compute_logprobs(
             responses.response_ids.shape[1],
             compute_dtype(model),
             logprobs,
+            shared=lambda: prompt_ids if packs(backbone_of(model)) else None,
             device=device,
             batch_size=batch_size,
             halving=halving,

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.randomness import minibatch_partition
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.passes.prefixes import AlikeRows, tokens_in_memory
 from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.passes.sequences import SequenceBatch, sequence_batches
 from ppo_rlhf.runtime.processes import dealt_rows, own_rank
@@ -87,9 +89,9 @@ class BatchCut:
     @cached_property
     def epochs(self) -> Epochs:
         """The minibatches of each epoch."""
-        lengths = self.prompts.lengths, self.responses.lengths.tolist()
+        rows = self.prompts.prompt_ids, self.responses.lengths.tolist()
         return cut_batch(
-            self.config, self.iteration, *lengths, self.most_tokens, padded=self.padded, halvings=self.halvings
+            self.config, self.iteration, *rows, self.most_tokens, padded=self.padded, halvings=self.halvings
         )
 
     @cached_property
@@ -130,7 +132,7 @@ def first_shards(epochs: Epochs) -> list[list[int]]:
 def cut_batch(
     config: PPOConfig,
     iteration: int,
-    prompt_lengths: Sequence[int],
+    prompt_ids: Sequence[Sequence[int]],
     response_lengths: Sequence[int],
     most_tokens: int | None,
     *,
@@ -146,7 +148,7 @@ def cut_batch(
     Args:
         config: Hyperparameters.
         iteration: The iteration, counted from 1.
-        prompt_lengths: Prompt tokens of every row of the batch.
+        prompt_ids: The prompt of every row of the batch.
         response_lengths: Response tokens of every row of the batch.
         most_tokens: The token budget of a micro-batch (`token_budget`); None sets no limit.
         padded: Whether the policy or the critic computes padding; if True, padding counts towards `most_tokens`.
@@ -154,9 +156,9 @@ def cut_batch(
     """
 
     def cut(rows: list[int], epoch: int) -> Minibatch:
-        dealt = dealt_rows([prompt_lengths[row] + response_lengths[row] for row in rows])
+        dealt = dealt_rows([len(prompt_ids[row]) + response_lengths[row] for row in rows])
         shards = [[rows[index] for index in shard] for shard in dealt]
-        limits = config.local_micro_batch_size, prompt_lengths, response_lengths, most_tokens
+        limits = config.local_micro_batch_size, prompt_ids, response_lengths, most_tokens
         cuts = [_halved(micro_batches(shard, *limits, padded=padded), halvings) for shard in shards]
         rank_micro_batches = _split_to(cuts[own_rank()], max(map(len, cuts)))
         return Minibatch(rows, rank_micro_batches, shards, epoch < config.num_ppo_epochs)
@@ -170,7 +172,7 @@ def cut_batch(
 def micro_batches(
     minibatch: list[int],
     micro_batch_size: int,
-    prompt_lengths: Sequence[int] = (),
+    prompt_ids: Sequence[Sequence[int]] = (),
     response_lengths: Sequence[int] = (),
     token_budget: int | None = None,
     *,
@@ -178,32 +180,46 @@ def micro_batches(
 ) -> list[list[int]]:
     """Cut one minibatch into micro-batches.
 
-    Without a token budget the rows keep the minibatch's order. With a token budget the rows are sorted by length,
-    longest first, so that the first micro-batch already shows whether memory suffices.
+    Rows whose prompts begin alike follow each other, so that they share a micro-batch, which computes the common
+    beginning once. If no prompts begin alike, or with padding, the rows keep the minibatch's order, and with a token
+    budget they are sorted by length. With a token budget the first micro-batch is the largest, or has the longest row,
+    so that it already shows whether memory suffices.
 
     Args:
         minibatch: Row indices into the batch.
         micro_batch_size: Maximum number of rows in a micro-batch.
-        prompt_lengths: Prompt tokens of every row of the batch; read only with a token budget.
+        prompt_ids: The prompt of every row of the batch; read only with a token budget or without padding.
         response_lengths: Response tokens of every row of the batch; read only with a token budget.
         token_budget: Maximum number of tokens in a micro-batch; a row longer than the budget gets a micro-batch of its
             own. None: no limit.
         padded: Whether padding counts as tokens: True counts a micro-batch as its number of rows times the tokens of
-            its longest row, False counts real tokens only.
+            its longest row, False counts the tokens that it computes, and repeated keys (`prefixes.tokens_in_memory`).
     """
-    if token_budget is None:
-        return [minibatch[start : start + micro_batch_size] for start in range(0, len(minibatch), micro_batch_size)]
+    if token_budget is None and len(minibatch) <= micro_batch_size:
+        return [minibatch] if minibatch else []
 
-    def tokens(rows: list[int]) -> int:
-        lengths = [prompt_lengths[row] + response_lengths[row] for row in rows]
-        return len(rows) * max(lengths) if padded else sum(lengths)
+    def length(row: int) -> int:
+        return len(prompt_ids[row]) + response_lengths[row]
 
-    cut: list[list[int]] = []
-    for row in sorted(minibatch, key=lambda row: -prompt_lengths[row] - response_lengths[row]):
-        if not cut or len(cut[-1]) == micro_batch_size or tokens([*cut[-1], row]) > token_budget:
-            cut.append([])
-        cut[-1].append(row)
-    return cut
+    alike = AlikeRows(minibatch, []) if padded else AlikeRows.of(minibatch, prompt_ids)
+    shares = alike.share
+    if not shares:
+        rows = minibatch if token_budget is None else sorted(minibatch, key=length, reverse=True)
+        alike = AlikeRows(rows, [0] * (len(rows) - 1))
+
+    def tokens(start: int, end: int) -> int:
+        lengths, prefix = [length(row) for row in alike.rows[start:end]], alike.prefix(start, end)
+        return len(lengths) * max(lengths) if padded else tokens_in_memory(sum(lengths), prefix.saved if prefix else 0)
+
+    starts: list[int] = []
+    for place in range(len(minibatch)):
+        is_first = not starts or place - starts[-1] == micro_batch_size
+        if is_first or (token_budget is not None and tokens(starts[-1], place + 1) > token_budget):
+            starts.append(place)
+    parts = list(pairwise([*starts, len(minibatch)]))
+    if shares and token_budget is not None:
+        parts.sort(key=lambda part: tokens(*part), reverse=True)
+    return [alike.rows[start:end] for start, end in parts]
 
 
 def _halved(cut: list[list[int]], times: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ that other layers keep.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -27,12 +28,14 @@ from ppo_rlhf.core.logprobs import UNKNOWN_CARD
 from ppo_rlhf.models.quantisation import four_bit_bytes
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig, CausalLMRewardModel
 from ppo_rlhf.models.stored_weights import cast_linear_weights
+from ppo_rlhf.passes.forward import has_plain_attention
 from ppo_rlhf.passes.free_memory import (
     decoding_bytes,
     in_equal_parts,
     layer_bytes,
     scored_at_a_time,
 )
+from ppo_rlhf.passes.prefixes import tokens_in_memory
 from ppo_rlhf.passes.response_logprobs import most_logits
 from ppo_rlhf.ppo.optimisers import moment_bytes
 from ppo_rlhf.ppo.precision import frozen_dtype, trained_dtype
@@ -70,6 +73,7 @@ class RunShape:
     # Free bytes of memory for one process; None: micro-batches are not cut to fit into the free memory
     free: int | None = None
     memory: int = UNKNOWN_CARD  # bytes of the device's whole memory for one process
+    shared_length: int = 0  # tokens with which all prompts begin; 0: too few to compute them once a pass
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class MemoryPlan:
     rollout_rows: int  # number of responses decoded at the same time
     update_rows: int  # number of responses in one micro-batch of the update
     update_tokens: int | None  # maximum number of tokens in one micro-batch; None: no limit
+    shared_length: int  # tokens with which all prompts begin, which a pass computes once
 
     @property
     def peak(self) -> str:
@@ -116,6 +121,7 @@ class _Sizes(NamedTuple):
     scored_layer: int  # bytes of one token's activations in one layer of a model that scores whole sequences
     embedding: int  # bytes of the policy's embedding if it trains, else 0
     is_tied: bool  # whether the embedding is the language-model head's weight, too
+    shares: bool  # whether the policy's attention, by its configuration, lets a pass compute a common beginning once
 
 
 def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
@@ -137,6 +143,11 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     text, number = shape.policy.get_text_config(), frozen_dtype(config).itemsize
     tokens = shape.prompt_length + config.response_length
     scored_row, brought = tokens * sizes.scored_layer, max([sizes.copied, *offloaded.values()])
+    shared = shape.shared_length if sizes.shares else 0
+
+    def passed(rows: int) -> int:
+        """Return by how many tokens a pass of rows fills memory."""
+        return tokens_in_memory(rows * tokens, shared * (rows - 1))
 
     decoded_row = decoding_bytes(text, shape.prompt_length, tokens, sizes.layer, number)
     left = (UNLIMITED if shape.free is None else shape.free) - sum(held.values()) - brought
@@ -152,7 +163,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
 
     # A pass without gradients keeps only one layer or one chunk of logits in memory at a time
     def scoring(rows: int) -> int:
-        return max(rows * scored_row, models_scored * logits(rows)) + brought
+        return max(passed(rows) * sizes.scored_layer, models_scored * logits(rows)) + brought
 
     def update(rows: int) -> UpdateBytes:
         accumulates = config.local_mini_batch_size > rows
@@ -170,11 +181,11 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
     most_tokens = config.max_tokens_per_micro_batch
     if shape.free is not None and follows_memory(config, torch.device("cpu" if shape.on_cpu else "cuda")):
         most_tokens = update(0).tokens_in(shape.free - sum(held.values()))
-    micro = micro_batch_rows(config, tokens, most_tokens)
+    micro = micro_batch_rows(config, passed, most_tokens)
     beyond_held = {
         "rollout": rollout(rows),
         "scoring": scoring(max(scored, micro)),
-        "update": update(micro).needed(micro * tokens, micro * config.response_length * text.vocab_size),
+        "update": update(micro).needed(passed(micro), micro * config.response_length * text.vocab_size),
     }
     if shape.evaluation_rows:
         beyond_held["evaluation"] = max(rollout(shape.evaluation_rows), scoring(shape.evaluation_rows))
@@ -188,6 +199,7 @@ def plan_memory(config: PPOConfig, shape: RunShape) -> MemoryPlan:
         rollout_rows=rows,
         update_rows=micro,
         update_tokens=most_tokens,
+        shared_length=shared,
     )
 
 
@@ -195,14 +207,14 @@ def _most_rollout_rows(config: PPOConfig) -> int:
     return min(config.local_rollout_forward_batch_size or config.local_batch_size, config.local_batch_size)
 
 
-def micro_batch_rows(config: PPOConfig, tokens: int, most_tokens: int | None) -> int:
+def micro_batch_rows(config: PPOConfig, passed: Callable[[int], int], most_tokens: int | None) -> int:
     """Return the number of responses in one micro-batch.
 
-    `tokens` is the length of a prompt with its response; `most_tokens` is the most tokens in a micro-batch, None if
-    unlimited.
+    `passed` gives the tokens of a micro-batch of so many rows; `most_tokens` is the most tokens in a micro-batch, None
+    if unlimited.
     """
     rows = config.local_micro_batch_size
-    return rows if most_tokens is None else max(1, min(rows, most_tokens // tokens))
+    return rows if most_tokens is None else max(1, bisect_right(range(1, rows + 1), most_tokens, key=passed))
 
 
 def _names(reward_models: Sequence[Any]) -> list[str]:
@@ -268,6 +280,7 @@ def _sizes(config: PPOConfig, shape: RunShape) -> _Sizes:
         scored_layer=max(scoring),
         embedding=embedding.nbytes if embedding.requires_grad else 0,
         is_tied=getattr(head, "weight", None) is embedding,
+        shares=has_plain_attention(reference),
     )
 
 

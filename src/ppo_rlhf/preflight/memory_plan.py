@@ -22,6 +22,7 @@ from ppo_rlhf.models.directories import is_adapter, why_unreadable
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.reward_model import CausalLMRewardConfig
 from ppo_rlhf.passes.free_memory import available_memory, process_share, whole_memory
+from ppo_rlhf.passes.prefixes import common_to_all
 from ppo_rlhf.ppo.precision import resolve_device, with_dtype
 from ppo_rlhf.ppo.run_setup import check_device
 from ppo_rlhf.preflight import memory
@@ -29,6 +30,9 @@ from ppo_rlhf.preflight.request import RunRequest
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runtime.paths import below_project
 from ppo_rlhf.runtime.processes import process_count
+
+MOST_COMPARED = 1000
+"""The most prompts whose common beginning is sought, evenly spaced, because each is read from the cached table."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ def plan(
     check_device(config, device)
     free, on_host = available_memory(torch.device("cpu") if memory_gib else device)
     free = round(memory_gib * 2**30) if memory_gib else free
-    lengths = [prompt_length] if prompt_length else _prompt_lengths(run, policy, config)
+    lengths, shared = ([prompt_length], 0) if prompt_length else _prompt_tokens(run, policy, config)
     policy_config, on_cpu, count = _model_config(policy), device.type == "cpu", processes or process_count()
     share = process_share(free, on_cpu=on_cpu, processes=count)
     shape = memory.RunShape(
         policy=policy_config,
         prompt_length=max(lengths),
+        shared_length=shared,
         reward_models=_reward_models(run, policy, policy_config),
         on_cpu=on_cpu,
         evaluation_rows=min(evaluation.batch_size, evaluation.iteration_prompts) if evaluation else 0,
@@ -132,6 +137,8 @@ def table(planned: Planned) -> Iterator[str]:
         f"Prompts of {shape.prompt_length} and responses of {config.response_length} tokens; {plan.rollout_rows} at a "
         f"time in the rollout, {plan.update_rows} in the update"
     )
+    if plan.shared_length:
+        yield f"All prompts begin with the same {plan.shared_length} tokens, which each pass computes once"
     if plan.update_tokens is not None:
         why = "as set" if config.max_tokens_per_micro_batch else "chosen from the free memory when training starts"
         yield f"At most {plan.update_tokens} tokens in a micro-batch (ppo.max_tokens_per_micro_batch: {why})"
@@ -236,12 +243,14 @@ def _catalogued(run: RunRequest, model: PretrainedHandle, policy: PretrainedConf
     return CausalLMRewardConfig(text_config=copy.deepcopy(policy))
 
 
-def _prompt_lengths(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> Sequence[int]:
-    """Return the tokens of each prompt."""
+def _prompt_tokens(run: RunRequest, model: PretrainedHandle, config: PPOConfig) -> tuple[Sequence[int], int]:
+    """Return the tokens of each prompt, and the tokens with which `MOST_COMPARED` of the prompts all begin."""
     prompts = run.group("prompts", PromptsConfig) or PromptsConfig()
     try:
         reader = PromptReader.of(model, config)
     except ModelError as error:
         raise ModelError(f"{error} Or give --prompt-length; then no tokenizer is needed.") from error
     table = run.catalog["raw_prompts"].load()
-    return reader.read(table, prompts.column, "prompts").lengths
+    read = reader.read(table, prompts.column, "prompts")
+    some = read.select(list(range(0, len(read), -(-len(read) // MOST_COMPARED))))
+    return read.lengths, common_to_all(some.prompt_ids)

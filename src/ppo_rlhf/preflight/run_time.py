@@ -47,6 +47,7 @@ class Work:
     policy: PretrainedConfig  # configuration of the policy
     prompt_length: int  # tokens of a prompt
     decoded_rows: int  # responses decoded at the same time
+    shared_length: int = 0  # tokens with which all prompts begin, which a pass computes once
     trust_remote_code: bool = False
 
 
@@ -120,16 +121,20 @@ def time_passes(config: PPOConfig, work: Work, device: torch.device, deadline: f
 
 def iteration_seconds(config: PPOConfig, work: Work, times: PassTimes, length: int) -> float:
     """Return the seconds of an iteration whose responses have `length` tokens, without the reward and evaluations."""
-    rows, critics = float(config.local_batch_size), 0 if config.value_model == "shared" else 1
+    rows, critics = config.local_batch_size, 0 if config.value_model == "shared" else 1
     groups = math.ceil(rows / work.decoded_rows)
-    timed_tokens = work.prompt_length + config.response_length
-    prefilled = rows * times.forward * work.prompt_length / timed_tokens
-    sampled = prefilled + groups * length * times.step
-    rows *= (work.prompt_length + length) / timed_tokens
-    measured = rows * times.forward * (2 + critics)  # by policy, reference policy and critic
+
+    def computed(tokens: int, passes: int) -> float:
+        """Return by how many timed rows as many tokens have as passes over all rows of `tokens` tokens compute."""
+        repeated = (rows - passes) * work.shared_length
+        return (rows * tokens - repeated) / (work.prompt_length + config.response_length)
+
+    sampled = times.forward * computed(work.prompt_length, groups) + groups * length * times.step
+    passed = computed(work.prompt_length + length, math.ceil(rows / config.local_micro_batch_size))
+    measured = passed * times.forward * (2 + critics)  # by policy, reference policy and critic
     epochs = config.num_ppo_epochs + critics * (config.num_critic_epochs or config.num_ppo_epochs)
     steps = epochs * config.num_mini_batches
-    return sampled + measured + epochs * rows * times.backward + steps * times.optimiser
+    return sampled + measured + epochs * passed * times.backward + steps * times.optimiser
 
 
 def _check_time(deadline: float, more_s: float = 0.0) -> None:

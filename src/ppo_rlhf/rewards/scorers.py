@@ -18,7 +18,7 @@ from ppo_rlhf.judge.llm_judge import load_judge
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.origins import REWARD
-from ppo_rlhf.models.reward_model import reads_end, sequence_scores
+from ppo_rlhf.models.reward_model import reads_end, scores_packed, sequence_scores
 from ppo_rlhf.passes.halvings import ROLLOUTS, Halving
 from ppo_rlhf.passes.rows import table_by_rows
 from ppo_rlhf.passes.transfers import to_host
@@ -127,6 +127,7 @@ def score_sequences(
 
     dtype = torch.promote_types(model.dtype, torch.float32)
     how: dict[str, Any] = {"device": device or model.device, "batch_size": batch_size, "halving": halving}
+    how["shared"] = lambda: sequences if scores_packed(model) else None
     return table_by_rows(model, [len(ids) for ids in sequences], 1, dtype, scores, **how)[:, 0]
 
 
