@@ -3,7 +3,9 @@
 python benchmarks/people_and_judge.py
 
 In each draw people answer n pairs, a judge compares these and 500 others, and the true win rate by people is known. The
-width is that of the interval as a share of the width by people's answers alone (`evaluation.win_rate`).
+width is that of the interval as a share of the width by people's answers alone (`evaluation.win_rate`). A second table
+has the share of the answers that suffices if pairs are not drawn alike, but by whether judge and reward disagree, with
+the probabilities that make the variance least (`corrected_win_rate(weights=…)`).
 """
 
 from __future__ import annotations
@@ -53,8 +55,29 @@ def _says_ours(judge: str, rate: float) -> tuple[float, float]:
     return of_lost, 1.0 - (wrong - of_lost * (1.0 - rate)) / rate
 
 
+def share_of_answers(judge: float, reward: float, rate: float) -> float:
+    """Return the share of answers that suffices if pairs are drawn by the disagreement of judge and reward.
+
+    The two are right with these probabilities, whatever the other says. With the residual R = Y - λ F of the estimate,
+    an answer has the variance E[R²] if all pairs are drawn alike, and (Σ √(P E[R²]))² with the best probabilities; the
+    sum has two terms, for pairs on which the two agree and for the others.
+    """
+    outcomes = np.array([*product((0, 1), (0, 1), (0, 1))])  # by people, by the judge, by the reward
+    people, by_judge, by_reward = outcomes.T
+    share = np.where(people, rate, 1.0 - rate)
+    share = (
+        share * np.where(by_judge == people, judge, 1.0 - judge) * np.where(by_reward == people, reward, 1.0 - reward)
+    )
+    centred, verdict = people - share @ people, by_judge - share @ by_judge
+    squares = share * (centred - (share @ (centred * verdict)) / (share @ verdict**2) * verdict) ** 2
+    parts = [
+        (share[rows].sum() * squares[rows].sum()) ** 0.5 for rows in (by_judge == by_reward, by_judge != by_reward)
+    ]
+    return float(sum(parts) ** 2 / squares.sum())
+
+
 def main() -> None:
-    """Print the table: the least and the most over the rates."""
+    """Print the tables: the least and the most over the rates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=DRAWS)
     draws, rows = parser.parse_args().draws, []
@@ -66,7 +89,13 @@ def main() -> None:
             cells += [f"{min(each[1] for each in part):.2f} to {max(each[1] for each in part):.2f}"]
         rows.append(cells)
     headings = ["judge", "answers", "has the rate, 0.1 to 0.9", "width", "has the rate, 0.3 to 0.7", "width"]
-    print(markdown([headings, ["---"] * len(headings), *rows]))
+    print(markdown([headings, ["---"] * len(headings), *rows]), "\n")
+    rights = (0.65, 0.75, 0.92)
+    rows = [
+        [f"{judge:.2f}", *(f"{share_of_answers(judge, reward, 0.7):.2f}" for reward in rights)]
+        for judge in (0.75, 0.92)
+    ]
+    print(markdown([["judge right", *(f"reward right on {right:.2f}" for right in rights)], ["---"] * 4, *rows]))
 
 
 if __name__ == "__main__":
