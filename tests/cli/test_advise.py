@@ -90,6 +90,18 @@ def test_the_newest_run_that_trained_is_judged(kedro: Kedro, toy_project: Path):
     assert mlflow.active_run() is None
 
 
+def test_what_people_decided_last_about_the_policy_of_a_run_is_said(kedro: Kedro, toy_project: Path):
+    run_id, client, policy = record(toy_project, history()), client_of(toy_project), "/data/ppo_policy/2026"
+    client.set_tag(run_id, "written.ppo_policy.2026", policy)
+    place = client.get_run(run_id).info.experiment_id
+    for start, (path, said) in enumerate(
+        [("/other", "lost"), (policy, "none"), (policy, "PPO beats SFT."), ("/a", "")]
+    ):
+        tags = {"human.policy": path, "mlflow.note.content": said}
+        client.create_run(place, start_time=2000 + start, tags=tags)
+    assert advised(kedro, toy_project)[1] == "By people: PPO beats SFT."
+
+
 def test_a_run_of_several_processes_is_judged_by_the_batch_of_all(kedro: Kedro, toy_project: Path):
     own = {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1", "num_mini_batches": "1"}
     ours = {

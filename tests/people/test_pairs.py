@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.core.randomness import generator
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.passes.sampling import SamplingSettings
@@ -102,15 +103,29 @@ def test_two_policies_get_the_same_noise_and_a_policy_against_itself_gets_anothe
     assert len(sampled(20, 20, policies=(model, model))) > 10
 
 
-def test_pairs_are_a_random_sample_only_if_none_was_left_out() -> None:
+def test_a_pair_that_is_known_in_either_order_is_left_out() -> None:
     table = sampled(10, 30)
     assert table["random_sample"].tolist() == [True] * 10
     said = table["response_a"][0], table["response_b"][0]
-    again = sampled(10, 30, known={contents(table["prompt"][0], *reversed(said))})
+    again = sampled(10, 30, known={contents(table["prompt"][0], *reversed(said))}, asked=9)
     assert again["place"].tolist() == [*range(1, 10)]
-    assert again["random_sample"].tolist() == [False] * 9
+    assert again["random_sample"].tolist() == [True] * 9
     both = [("a", "b"), ("a", "c")]
     assert len({contents("p", *pair) for pair in [*both, ("b", "a"), ("a", "a")]} | {contents("q", "a", "b")}) == 4
+
+
+def test_people_are_asked_about_a_random_sample_of_the_pairs() -> None:
+    tables = [sampled(300, 300, asked=60) for _ in range(2)]
+    asked = [{*table["place"][table["random_sample"]]} for table in tables]
+    assert [len(places) for places in asked] == [60, 60]
+    assert len(asked[0] & asked[1]) < 30  # by chance 12, with a deviation of 2.8
+    assert all(100 < sum(places) / 60 < 200 for places in asked)  # in the middle 150, with a deviation of 10
+
+
+@pytest.mark.parametrize("settings", [{"asked": 4}, {"asked": 41, "against": "ppo_policy"}])
+def test_asking_about_some_pairs_needs_two_policies_and_more_pairs(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"feedback\.asked=4.*Set feedback\.against, and more pairs\."):
+        FeedbackConfig(**settings)
 
 
 def test_nothing_that_the_page_gives_predicts_the_side() -> None:

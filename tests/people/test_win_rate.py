@@ -1,4 +1,4 @@
-"""Two policies compared by people: the interval covers, the verdict needs ten pairs, and no name is told."""
+"""Two policies compared by people, who correct the judge: the verdict needs ten pairs, and no name is told."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import random
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import beta, binom, fisher_exact
 
-from ppo_rlhf.people.win_rate import compare_by_people
+from ppo_rlhf.core.statistics import corrected_win_rate
+from ppo_rlhf.people.win_rate import _fisher, compare_by_people, favours
 from ppo_rlhf.reporting.wording import say_result_by_people
 
 
@@ -63,24 +64,91 @@ def test_pairs_of_one_prompt_are_one_in_intervals_and_verdict() -> None:
     worths = [{"a": float(number % 3 > 0)} for number in range(12)]
     once = compare_by_people(worths, [1.0] * 12, prompts=[f"p{number}" for number in range(12)])
     often = compare_by_people(worths * 10, [1.0] * 120, prompts=[f"p{number}" for number in range(12)] * 10)
-    for name in ("win_rate", "judge_agreement"):
-        for end in ("", "_low", "_high"):
-            assert often["metrics"][f"human/{name}{end}"] == pytest.approx(once["metrics"][f"human/{name}{end}"])
+    for name in ("win_rate", "win_rate_low", "win_rate_high", "judge_win_rate"):
+        assert often["metrics"][f"human/{name}"] == pytest.approx(once["metrics"][f"human/{name}"])
     assert often["by_person"][0]["low"] == pytest.approx(once["by_person"][0]["low"])
     assert (often["verdict"], often["answered"], often["prompts"]) == (once["verdict"], 120, 12)
-    assert "decided by one person on 120 pairs of 12 prompts: " in say_result_by_people({**often, "judge": "j"})
+    words = say_result_by_people({**often, "judge": "j", "favours": []})
+    assert "by the answers of one person on 120 pairs of 12 prompts " in words
     few = compare_by_people([{"a": 1.0}] * 90, prompts=[f"p{number % 9}" for number in range(90)])
     assert few["verdict"] == "too_few_prompts"
     unanswered = compare_by_people([{"a": 1.0}, {}, {"a": 0.0}], prompts=["p", "p", "q"])
     assert (unanswered["metrics"]["human/win_rate"], unanswered["prompts"]) == (0.5, 2)
 
 
-def test_the_judge_agrees_where_it_prefers_what_people_prefer_and_half_on_its_ties() -> None:
-    worths: list[dict[str, float]] = [{"a": 1.0}, {"a": 1.0}, {"a": 0.0}, {"a": 0.0}, {"a": 0.5}, {}]
-    found = compare_by_people(worths, [1.0, 0.0, 0.0, 0.5, 1.0, 1.0])
-    assert found["metrics"]["human/judge_agreement"] == pytest.approx(2.5 / 4)
-    assert found["judged"] == 4
-    assert "human/judge_agreement" not in compare_by_people(worths)["metrics"]
+def test_the_judge_of_more_pairs_is_corrected_by_the_answers_to_some() -> None:
+    # two prompts of four pairs with answers are worth 1/2 and 1 to people, 1 and 1/2 to the judge; two others 1 and 0
+    worths: list[dict[str, float]] = [{"a": 1.0}, {"a": 0.0}, {"a": 1.0}, {"a": 1.0, "b": 1.0}, {}, {}, {}]
+    prompts, judged = [*"ppqqrrs"], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    found = compare_by_people(worths, judged, prompts=prompts)
+    rates = [found["metrics"][f"human/win_rate{end}"] for end in ("", "_low", "_high")]
+    assert rates == pytest.approx(corrected_win_rate([0.5, 1.0], [1.0, 0.5], [1.0, 0.0]))
+    assert found["metrics"]["human/judge_win_rate"] == pytest.approx((1.0 + 0.5 + 1.0 + 0.0) / 4)
+    assert (found["pairs"], found["answered"], found["prompts"]) == (7, 4, 2)
+    alone = compare_by_people(worths, prompts=prompts)["metrics"]
+    assert alone["human/win_rate"] == 0.75
+    assert "human/judge_win_rate" not in alone
+
+
+def test_an_unanswered_pair_of_an_answered_prompt_corrects_nothing() -> None:
+    worths: list[dict[str, float]] = [*([{"a": 1.0}, {"a": 0.0}] * 10), {}]
+    prompts, judged = [f"p{row}" for row in range(20)] + ["p0"], [1.0] * 21
+    assert compare_by_people(worths, judged, prompts=prompts)["metrics"]["human/win_rate"] == 0.5
+    rates = [compare_by_people(each, judged[: len(each)])["metrics"] for each in (worths[:20],)]
+    of_all = compare_by_people(worths, judged, prompts=prompts)["metrics"]
+    assert of_all["human/win_rate_low"] == rates[0]["human/win_rate_low"]
+
+
+def test_a_judge_gives_a_verdict_where_the_answers_alone_are_too_few() -> None:
+    """Of 40 answers 25 prefer ours: no clear difference. The judge, right on 39 of 40, says the same of 400 more."""
+    worths: list[dict[str, float]] = [{"a": float(row < 25)} for row in range(40)]
+    judged = [float(row < 26) for row in range(40)] + [float(row % 8 < 5) for row in range(400)]
+    assert compare_by_people(worths)["verdict"] == "no_clear_difference"
+    found = compare_by_people([*worths, *([{}] * 400)], judged)
+    assert found["verdict"] == "better"
+    assert compare_by_people([*worths[:9], *([{}] * 400)], judged[:9] + judged[40:])["verdict"] == "too_few_prompts"
+    # the judge of which half the verdicts for ours are wrong
+    biased = compare_by_people([*worths, *([{}] * 400)], [1.0] * 440)
+    assert (biased["verdict"], biased["metrics"]["human/judge_win_rate"]) == ("no_clear_difference", 1.0)
+    words = say_result_by_people({**found, "judge": "the judge m:f", "favours": ["longer answers", "PPO's answers"]})
+    rate, low, high = (100 * found["metrics"][f"human/win_rate{end}"] for end in ("", "_low", "_high"))
+    assert words.startswith(
+        "PPO beats SFT: the judge m:f says 62.7% on 440 pairs, corrected by the answers of one person on 40 pairs "
+        f"{rate:.1f}% (95% interval {low:.1f}% to {high:.1f}%); the judge favours longer answers; the judge favours "
+        "PPO's answers. Verdict and interval hold for this person only."
+    )
+
+
+LENGTH = ("longer answers", "shorter answers")
+
+
+@pytest.mark.parametrize(("by_length", "expected"), [(1, ["longer answers"]), (-1, ["shorter answers"]), (0, [])])
+def test_a_judge_that_goes_by_length_is_said_to(by_length: int, expected: list[str]) -> None:
+    rng = np.random.default_rng(3)
+    people, longer = rng.random(60) < 0.6, rng.choice([-1, 1], 60)
+    by_trait = longer * by_length > 0
+    judged = np.where(rng.random(60) < (0.4 if by_length else 0.0), by_trait, people)
+    assert favours(people.astype(float).tolist(), judged.astype(float).tolist(), {LENGTH: longer.tolist()}) == expected
+
+
+@pytest.mark.parametrize("counts", [(3, 7, 9, 1), (5, 0, 3, 3), (0, 0, 4, 4), (10, 10, 0, 2)])
+def test_the_exact_test_is_that_of_scipy(counts: tuple[int, int, int, int]) -> None:
+    right, wrong, others_right, others_wrong = counts
+    table = [[wrong, right], [others_wrong, others_right]]
+    assert _fisher(*counts) == pytest.approx(fisher_exact(table, alternative="greater").pvalue)
+
+
+@pytest.mark.parametrize("liked", [0.5, 0.9])
+def test_noise_does_not_say_that_a_judge_favours_anything(liked: float) -> None:
+    """People like the longer response; a judge that is wrong at random then prefers it less often than they do."""
+    rng, said = np.random.default_rng(0), 0
+    for _ in range(400):
+        longer, other = rng.choice([-1, 0, 1], (2, 40))
+        people = (rng.random(40) < liked) == (longer >= 0)
+        judged = np.where(rng.random(40) < 0.75, people, ~people)
+        traits = {LENGTH: longer.tolist(), ("x", "y"): other.tolist(), ("ours", "theirs"): [1] * 40}
+        said += favours(people.astype(float).tolist(), judged.astype(float).tolist(), traits) != []
+    assert said <= binom.ppf(0.999, 400, 0.05)
 
 
 def covers(rounds: int, people: int, pairs: int, *, shared: bool, middle: float, tastes: float, pairs_differ: float):
@@ -129,11 +197,12 @@ def test_the_interval_over_people_has_it_as_often_as_the_page_says(world, people
 
 def test_five_people_who_agree_do_not_speak_for_all_people():
     found = compare_by_people([dict.fromkeys("abcde", 1.0)] * 12)["metrics"]
-    # by hand: 5 wins of 5 people are Agresti and Coull's centre (5 + 1.92) / 8.84 = 0.783, less 1.96 deviations
-    assert found["human/win_rate_over_people_low"] == pytest.approx(
-        0.783 - 1.96 * (0.783 * 0.217 / 8.84) ** 0.5, abs=1e-3
-    )
-    assert found["human/win_rate_over_people_high"] == 1.0
+    # by hand: five people and two more, of whom one prefers theirs; squares of five people, of twelve prompts less
+    # those of sixty answers, and of the two; the Beta distribution with this variance
+    squares = (5 + 12 * (5 / 12) ** 2 - 60 / 12**2 + 1 + 36) / 7**2
+    size = 6 / 49 / (squares / 7 / 6) - 1
+    assert found["human/win_rate_over_people_low"] == pytest.approx(beta.ppf(0.025, size * 6 / 7, size * 1 / 7))
+    assert found["human/win_rate_over_people_high"] == pytest.approx(1.0)
 
 
 def test_prompts_that_all_answered_widen_the_interval_over_people():
@@ -141,9 +210,7 @@ def test_prompts_that_all_answered_widen_the_interval_over_people():
     shared = [dict.fromkeys("abcde", float(prompt % 2)) for prompt in range(12)]
     own = [{person: float(prompt % 2)} for person in "abcde" for prompt in range(12)]
     low, least = (compare_by_people(each)["metrics"]["human/win_rate_over_people_low"] for each in (shared, own))
-    # by hand: a prompt moves the mean by 1/12 x 1/2, an answer by a fifth of that; 12/11 for the spread over prompts
-    moved = 1.959964 * math.sqrt(12 / 11 * 12 / 24**2 - 60 / 120**2)
-    assert 0.5 - low == pytest.approx(math.hypot(0.5 - least, moved))
+    assert low < least - 0.02
 
 
 def test_with_fewer_than_five_people_there_is_no_interval_over_people() -> None:
@@ -152,12 +219,10 @@ def test_with_fewer_than_five_people_there_is_no_interval_over_people() -> None:
     assert "Verdict and interval hold for these people only." in say_result_by_people(four)
     rates = dict(zip("abcde", (0.0, 0.25, 0.5, 0.75, 1.0), strict=True))
     five = compare_by_people([rates] * 12)
-    # by hand: (sum of squares 1.875 + 1.92) / 8.84 - 0.25 = 0.1793; 1.96 sqrt(0.1793 / 8.84) = 0.279
-    assert "Over people like these, the win rate is 50.0% (95% interval 22.1% to 77.9%)." in say_result_by_people(five)
-
-
-def test_the_result_in_words() -> None:
-    found = compare_by_people([{"a": 1.0, "b": 1.0, "c": 1.0}] * 120, [1.0] * 120, agreement=1.0)
-    assert say_result_by_people({**found, "judge": "the judge m:f"}).startswith(
-        "PPO beats SFT, decided by 3 people on 120 pairs: win rate 100.0% (95% interval "
+    # by hand: five people and two more; squares (2/4 + 2/16 + 2/4) + ... of 7 deviations from one half
+    squares = 2 * 0.5**2 + 2 * 0.25**2 + 2 * 0.5**2
+    size = 0.25 / (squares / 7 / 6) - 1
+    low, high = (100 * beta.ppf(end, size / 2, size / 2) for end in (0.025, 0.975))
+    assert f"Over people like these, the win rate is 50.0% (95% interval {low:.1f}% to {high:.1f}%)." in (
+        say_result_by_people(five)
     )

@@ -33,6 +33,10 @@ def shortest(prompts: list[str], completions: list[str], **columns: Any) -> list
     return [-float(len(completion)) for completion in completions]
 
 
+def lists(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float(completion.count("- ")) for completion in completions]
+
+
 @pytest.fixture
 def compared(folder: Path) -> pd.DataFrame:
     """Pairs of two policies, SFT as `policy`."""
@@ -58,24 +62,22 @@ def test_answers_are_unblinded_and_no_name_is_in_the_result(folder: Path, compar
     assert table["number"].tolist() == compared["number"].tolist()
     assert (table["our_name"][0], table["their_name"][0]) == ("PPO", "SFT")
     assert (found["policy"], found["against"]) == (str(folder / "ppo"), str(folder / "sft"))
-    count, ties = len(table), (len(table) + 3) // 4
+    count = len(table)
     anna = pd.DataFrame({"prompt": table["prompt"], "worth": [0.5 * (row % 4 == 0) for row in range(count)]})
     rates = anna.groupby("prompt")["worth"].mean()  # some prompts have several pairs
     assert found["prompts"] == len(rates) < count == found["answered"]
     assert [row["win_rate"] for row in found["by_person"]] == [pytest.approx(rates.mean()), 1.0]
     assert found["metrics"]["human/win_rate"] == pytest.approx((1.0 + rates.mean()) / 2)
-    # only where anna has a tie do people on the whole prefer a side: PPO's
-    tied = table.iloc[::4]
-    agreed = [(len(a) < len(b)) + (len(a) == len(b)) / 2 for a, b in zip(tied["ours"], tied["theirs"], strict=True)]
-    assert found["judged"] == ties
-    by_prompt = pd.DataFrame({"prompt": tied["prompt"], "agreed": agreed}).groupby("prompt")["agreed"].mean()
-    assert found["metrics"]["human/judge_agreement"] == pytest.approx(by_prompt.mean())
+    judged = [(len(a) < len(b)) + (len(a) == len(b)) / 2 for a, b in zip(table["ours"], table["theirs"], strict=True)]
+    by_prompt = pd.DataFrame({"prompt": table["prompt"], "judged": judged}).groupby("prompt")["judged"].mean()
+    assert found["metrics"]["human/judge_win_rate"] == pytest.approx(by_prompt.mean())
     told = json.dumps(found)
     assert "anna" not in told
     assert "ben" not in told.replace("been", "")
     logged = mlflow.get_run(run.info.run_id).data
     assert logged.metrics["human/win_rate"] == pytest.approx(found["metrics"]["human/win_rate"])
     assert logged.tags["mlflow.note.content"] == found["result"]
+    assert logged.tags["human.policy"] == str(folder / "ppo")
 
 
 def test_people_are_compared_with_a_language_model_that_compares_responses(tmp_path: Path, monkeypatch: Any) -> None:
@@ -92,9 +94,43 @@ def test_people_are_compared_with_a_language_model_that_compares_responses(tmp_p
     with running_chat(longer) as server:
         evaluation = EvaluationConfig(judge={"model": "m", "base_url": server.url, "answer": "pairwise"})
         found = nodes.compare_by_people(table.assign(**names), evaluation)
-    assert found["judged"] == 3
-    assert found["metrics"]["human/judge_agreement"] == pytest.approx(2 / 3)
+    assert found["metrics"]["human/judge_win_rate"] == pytest.approx(2 / 3)
+    assert found["metrics"]["human/win_rate"] == 1.0
     assert len(server.bodies) == 6
+
+
+def test_the_judge_compares_all_pairs_and_people_a_random_sample_of_them(folder: Path) -> None:
+    """People prefer SFT; the judge goes by length."""
+    pairs = {"against": "ppo_policy", "pairs": 14, "prompts": "training", "export": str(folder / "pairs.jsonl")}
+    of_all = collect(folder, asked=4, **pairs)
+    sheet = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    assert [row["random_sample"] for row in sheet] == [True] * 4
+    asked = of_all[of_all["random_sample"]]
+    assert [row["number"] for row in sheet] == asked["number"].tolist()
+    evaluation = EvaluationConfig(judge=f"{__name__}:shortest", prompts_path=None)
+    table = unblinded(folder, answers_file(folder, asked, anna="policy"))
+    assert {*table["number"]} == {*of_all["number"]}
+    found = nodes.compare_by_people(table, evaluation)
+    assert (found["pairs"], found["answered"]) == (len(of_all), 4)
+    assert found["metrics"]["human/judge_win_rate"] > 0.0
+    assert f"on {len(of_all)} pairs, corrected by the answers of one person on 4 pairs " in found["result"]
+    nobody = nodes.compare_by_people(table, EvaluationConfig(prompts_path=None))
+    assert "human/judge_win_rate" not in nobody["metrics"]
+    others = of_all[~of_all["random_sample"]]
+    with pytest.raises(DataError, match=r"answered pairs, for example \d+, were not drawn for people.* Remove these"):
+        unblinded(folder, answers_file(folder, pd.concat([asked, others[:1]]), anna="policy"))
+
+
+def test_a_judge_that_goes_by_format_is_said_to(tmp_path: Path, monkeypatch: Any) -> None:
+    plain, listed = "one and two", "- one\n- two"
+    rows = [{"prompt": f"p{row}", "ours": plain, "theirs": listed} for row in range(20)]
+    rows += [{"prompt": f"q{row}", "ours": listed, "theirs": plain} for row in range(20)]
+    names = {"our_name": "PPO", "their_name": "SFT", "our_source": "ppo", "their_source": "sft", "columns": "{}"}
+    names |= {"our_weights": "1", "their_weights": "2", "answers": "{}"}
+    table = pd.DataFrame(rows).assign(worths=['{"ben": 1.0}', '{"ben": 0.0}'] * 20, **names)
+    found = nodes.compare_by_people(table, EvaluationConfig(judge=f"{__name__}:lists", prompts_path=None))
+    assert found["favours"] == ["formatted answers"]
+    assert "; the judge favours formatted answers." in found["result"]
 
 
 def test_the_texts_are_those_of_the_policies(folder: Path, compared: pd.DataFrame) -> None:
@@ -139,7 +175,7 @@ def test_of_more_than_two_policies_the_newest_answered_are_compared(
     anew = collect(folder, against="ppo_policy", prompts="training", export=str(folder / "newer.jsonl"))
     assert len(unblinded(folder, answers_file(folder, compared, ben="policy"))) == len(compared)
     table = unblinded(folder, answers_file(folder, pd.concat([anew[:1], compared]), ben="policy"))
-    assert table["number"].tolist() == [anew["number"][0]]
+    assert (table["number"][0], {*table["number"]}) == (anew["number"][0], {*anew["number"]})
     assert {*table["our_weights"]} == {PretrainedHandle(str(folder / "ppo")).fingerprint()}
     assert f"{len(compared)} of {len(compared) + 1} pairs" in caplog.text
 

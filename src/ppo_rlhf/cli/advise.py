@@ -9,15 +9,18 @@ from typing import Any
 import click
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from ppo_rlhf.cli.errors import Command
 from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError
+from ppo_rlhf.datasets.search_filters import equals
 from ppo_rlhf.hooks.resume import as_last_resumed
 from ppo_rlhf.hooks.run_description import PROCESSES
-from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.hooks.run_log import WRITTEN
+from ppo_rlhf.people.win_rate import JUDGED_POLICY
+from ppo_rlhf.runtime.names import POLICY, env_option
 
 GROUP = "ppo."
 CURVES = ("objective/", "policy/", "loss/", "val/", "value/", "response/", "optimiser/", "eval/")
@@ -52,7 +55,7 @@ class RecordedRun:
     history: list[dict[str, float]]
     """One mapping of metrics per iteration, as `ppo_rlhf.advice.advise` takes them."""
     heading: list[str]
-    """A line with the run's name and its last iteration."""
+    """A line with the run's name and its last iteration, and one with what people decided about its policy."""
 
 
 def newest_run(client: MlflowClient, experiment: str, env: str | None = None) -> str:
@@ -102,7 +105,17 @@ def recorded_run(client: MlflowClient, run_id: str) -> RecordedRun:
         f"MLflow run {run_id} ({run.info.run_name}, {run.info.status}): iteration {history[-1]['iteration']:g} of "
         f"{config.num_total_batches}"
     ]
-    return RecordedRun(config, history, heading)
+    return RecordedRun(config, history, heading + _by_people(client, run))
+
+
+def _by_people(client: MlflowClient, run: Run) -> list[str]:
+    """Return a line with the newest result of `human_evaluation` about the policy that a run exported, if any."""
+    for tag, path in run.data.tags.items():
+        if tag.startswith(f"{WRITTEN}{POLICY}."):
+            condition = equals(f"tags.`{JUDGED_POLICY}`", path)
+            for judged in client.search_runs([run.info.experiment_id], condition, max_results=1):
+                return [f"By people: {judged.data.tags[MLFLOW_RUN_NOTE]}"]
+    return []
 
 
 def _history(client: MlflowClient, run: Run) -> list[dict[str, float]]:

@@ -1,16 +1,20 @@
-"""Means, variances and whitening over real tokens only.
+"""Means, variances and whitening over real tokens only; a judge's win rate corrected by people's answers.
 
 Masks select entries and are never multiplied with them, so NaN in padding changes no result. Tensors may have any
 shape, and masks may have holes. A mask without a True entry gives 0.
 """
 
 import math
+from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import betaincinv
 from torch import Tensor
 
 from ppo_rlhf.core.checks import as_bool, check_shape, compute_dtype, select
-from ppo_rlhf.core.errors import CheckpointError
+from ppo_rlhf.core.errors import CheckpointError, DataError
 
 WHITENING_EPSILON = 1e-8  # whitening adds this constant to the variance before taking the square root
 
@@ -100,6 +104,98 @@ def correlation(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     covariance = masked_mean((values.to(dtype) - mean_v) * (returns.to(dtype) - mean_r), selected)
     scale = var_v.sqrt() * var_r.sqrt()
     return torch.where(scale > 0, covariance / torch.where(scale > 0, scale, 1.0), 0.0).clamp(-1.0, 1.0)
+
+
+def corrected_win_rate(
+    people: ArrayLike,
+    judge_on_people: ArrayLike,
+    judge_on_others: ArrayLike,
+    *,
+    pairs: Sequence[Hashable] | None = None,
+    persons: Sequence[Hashable] | None = None,
+    weights: ArrayLike | None = None,
+) -> tuple[float, float, float]:
+    """Return the win rate by people, and the ends of its 95 % interval, which a judge of any bias makes narrower.
+
+    With people's outcomes Y, the judge's F of the same pairs and the judge's G of other pairs, the estimate is
+    mean(Y) - λ (mean(F) - mean(G)): the judge's errors cancel, whatever they are, if the answered pairs are a random
+    sample of all pairs. λ = Cov(Y, F) / ((1 + n / N) Var(F)), from 0 to 1, gives the least variance; it is 0 for a
+    judge that knows nothing. Source: Angelopoulos, Duchi and Zrnic 2023, PPI++ (arXiv:2311.01453), section 6.
+
+    The interval is that of the Beta distribution with the mean and the variance of the estimate, which stays in 0..1.
+    Mean and variance are those of n + 2 answers: half an answer is added to each combination of a win or a loss by
+    people and by the judge. So the interval keeps a width where the judge happens to be right on all n, and its
+    coverage near 0 and 1. n counts clusters, by Kish's formula if their weights differ.
+
+    Args:
+        people: Outcomes [n] by people: 1 for a win, 0 for a loss, ½ for a tie.
+        judge_on_people: Outcomes [n] of the same pairs by the judge.
+        judge_on_others: Outcomes [N] by the judge of a random sample of other pairs. N = 0: people alone decide.
+        pairs: The pair [n] of each answer, or its prompt: answers to one pair are correlated.
+        persons: Who gave each answer [n]. The interval is then for people like these, else for these people only.
+        weights: One over the probability [n] with which a pair was chosen for people; None: all are alike.
+
+    With `pairs` and `persons` the variance is clustered in two ways: Cameron, Gelbach and Miller 2011, Journal of
+    Business & Economic Statistics 29, 238-249.
+
+    Raises:
+        DataError: There is no answer, lengths differ, an outcome is not from 0 to 1, or a weight is not above 0.
+    """
+    answers, judge, others = (np.asarray(each, np.float64) for each in (people, judge_on_people, judge_on_others))
+    shares = np.ones(len(answers)) if weights is None else np.asarray(weights, np.float64)
+    lengths = {len(each) for each in (answers, judge, shares, pairs, persons) if each is not None}
+    if len(lengths) > 1 or lengths == {0}:
+        raise DataError(f"corrected_win_rate: the arguments of answers have {sorted(lengths)} entries; give n >= 1.")
+    outcomes = np.concatenate([answers, judge, others])
+    if not ((outcomes >= 0.0) & (outcomes <= 1.0)).all() or not ((shares > 0.0) & (shares < math.inf)).all():
+        raise DataError("corrected_win_rate: an outcome must be from 0 to 1, and a weight above 0.")
+    shares = shares / shares.sum()
+    clusters = [_codes(names) for names in (pairs, persons) if names is not None] or [np.arange(len(answers))]
+    count = min(1.0 / float(np.square(np.bincount(codes, shares)).sum()) for codes in clusters)
+    estimate = _with_judge(answers, judge, others, shares, count)[0]
+    # The same with half an answer in each combination of two outcomes
+    total = count + 2.0
+    shares = np.append(count * shares, [0.5] * 4) / total
+    answers, judge = np.append(answers, [0.0, 0.0, 1.0, 1.0]), np.append(judge, [0.0, 1.0, 0.0, 1.0])
+    mean, deviations, judge_variance = _with_judge(answers, judge, others, shares, total)
+    single = np.square(deviations[:-4]).sum()
+    ways = [np.square(np.bincount(codes, deviations[:-4])).sum() for codes in clusters]
+    squares = max(*ways, sum(ways) - (len(ways) - 1) * single, 0.0) + 2.0 * np.square(deviations[-4:]).sum()
+    variance = squares * total / (total - 1.0) + judge_variance
+    mean = min(max(mean, 0.5 / total), 1.0 - 0.5 / total)
+    size = max(1.0, mean * (1.0 - mean) / variance - 1.0)
+    low, high = betaincinv(mean * size, (1.0 - mean) * size, [0.025, 0.975])
+    return estimate, min(estimate, float(low)), max(estimate, float(high))
+
+
+def _codes(names: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Return a number for each name, the same for equal names."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names])
+
+
+def _with_judge(
+    answers: NDArray[np.float64],
+    judge: NDArray[np.float64],
+    others: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    count: float,
+) -> tuple[float, NDArray[np.float64], float]:
+    """Return PPI++'s estimate, the deviation of each answer in it, and the variance that comes from the other pairs.
+
+    `shares` of the answers add up to 1; `count` is the number of answers that they are worth.
+    """
+    if not len(others):
+        mean = float(shares @ answers)
+        return mean, shares * (answers - mean), 0.0
+    all_pairs, of_all = np.append(judge, others), np.append(count * shares, np.ones(len(others)))
+    size = of_all.sum()
+    variance = of_all @ np.square(all_pairs - of_all @ all_pairs / size) / (size - 1.0)
+    covariance = shares @ ((answers - shares @ answers) * (judge - shares @ judge))
+    weight = float(np.clip(covariance / variance / (1.0 + count / len(others)), 0.0, 1.0)) if variance > 0.0 else 0.0
+    rest = answers - weight * judge
+    mean = shares @ rest + weight * others.mean()
+    return float(np.clip(mean, 0.0, 1.0)), shares * (rest - shares @ rest), weight**2 * variance / len(others)
 
 
 class RunningMoments:

@@ -93,10 +93,10 @@ class CollectedPairs:
 class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
     """The pairs of all runs of `collect_feedback`.
 
-    `save` takes the rows of one collection. It writes a table with the sides, then the pairs without the sides as JSON
-    lines: to the file in the column `export`, or to a file in the folder if `export` is None. Until the file of the
-    pairs is written the table is called `<second>.unwritten.parquet`; the file that a killed run did not write is
-    written by the next `load`. `load` returns the `CollectedPairs` of all collections. Example:
+    `save` takes the rows of one collection. It writes a table with the sides, then the pairs for people, without the
+    sides, as JSON lines: to the file in the column `export`, or to a file in the folder if `export` is None. Until the
+    file of the pairs is written the table is called `<second>.unwritten.parquet`; the file that a killed run did not
+    write is written by the next `load`. `load` returns the `CollectedPairs` of all collections. Example:
 
     ```yaml
     feedback_pairs:
@@ -144,8 +144,8 @@ class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
     def _write_sheet(self, unwritten: Path) -> None:
         """Write the file of the pairs of a table, if the run that was killed had not written it; rename the table."""
         table = _read(unwritten)
-        sheet, text = self._sheet(table), ""
-        for row in table.to_dict("records"):
+        sheet, text, asked = self._sheet(table), "", table[table[RANDOM]]
+        for row in asked.to_dict("records"):
             pair = vars(comparison_of(row))
             text += as_json({**{name: pair[name] for name in SHEET}, RANDOM: bool(row[RANDOM])}) + "\n"
         content = text.encode("utf-8")
@@ -158,7 +158,7 @@ class PairTablesDataset(AbstractDataset[pd.DataFrame, CollectedPairs]):
                 "file, or remove the table, whose pairs nobody has seen."
             )
         unwritten.rename(_written(unwritten))
-        log.info("%d pairs are in %s.", len(table), sheet)
+        log.info("%d pairs are in %s.", len(asked), sheet)
 
     def _exists(self) -> bool:
         return True  # before the first collection, there are no pairs

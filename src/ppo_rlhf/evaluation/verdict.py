@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.evaluation.win_rate import CONFIDENCE, sign_test, win_rate
+from ppo_rlhf.evaluation.win_rate import CONFIDENCE, WinRate, sign_test, win_rate
 
 MIN_PROMPTS = 10
 
@@ -49,15 +49,20 @@ def read_verdict(stored: str) -> Verdict:
         raise DataError(f"evaluation_summary: verdict is {stored!r}; it must be one of {', '.join(Verdict)}") from error
 
 
-def conclude_outcomes(decisions: NDArray[np.float64], *, by_trained_reward: bool) -> dict[str, Any]:
-    """Return the result of `conclude` for outcomes [N, n], without `samples_per_prompt`."""
-    rate, margins_N = win_rate(decisions), (decisions - 0.5).sum(axis=1)
+def conclude_outcomes(
+    decisions: NDArray[np.float64], *, by_trained_reward: bool, corrected: WinRate | None = None
+) -> dict[str, Any]:
+    """Return the result of `conclude` for outcomes [N, n], without `samples_per_prompt`.
+
+    `corrected` is the win rate as a judge's outcomes of more prompts make it, which no sign test of these can check.
+    """
+    rate, margins_N = corrected or win_rate(decisions), (decisions - 0.5).sum(axis=1)
     prompts, wins, losses = len(margins_N), int((margins_N > 0).sum()), int((margins_N < 0).sum())
     if prompts < MIN_PROMPTS:
         verdict = Verdict.TOO_FEW_PROMPTS
     elif rate.low <= 0.5 <= rate.high:
         verdict = Verdict.NO_CLEAR_DIFFERENCE
-    elif sign_test(wins, losses) > 1.0 - CONFIDENCE:
+    elif corrected is None and sign_test(wins, losses) > 1.0 - CONFIDENCE:
         verdict = Verdict.TOO_FEW_PROMPTS
     elif rate.low > 0.5:
         verdict = Verdict.REWARD_ROSE if by_trained_reward else Verdict.BETTER

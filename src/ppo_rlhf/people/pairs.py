@@ -56,6 +56,9 @@ class FeedbackConfig:
     for two policies."""
     pairs: Annotated[int, Field(ge=1, le=100_000)] = 40
     """Number of pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
+    asked: Annotated[int, Field(ge=1)] | None = None
+    """Number of these pairs, drawn at random, that people are asked about. The judge of the evaluation compares all
+    pairs, and people's answers correct it. Only where two policies are compared. None: people are asked about all."""
     prompts: Literal["training", "held_out"] | None = None
     """The prompts of the pairs of responses. None: held-out prompts if two policies are compared, else training
     prompts."""
@@ -78,6 +81,11 @@ class FeedbackConfig:
             raise ConfigError(
                 f"feedback.against={self.against} equals feedback.policy. Set feedback.against to another policy, or "
                 "to null."
+            )
+        if self.asked is not None and (self.against is None or self.asked > self.pairs):
+            raise ConfigError(
+                f"feedback.asked={self.asked} with feedback.pairs={self.pairs} and feedback.against={self.against}: "
+                "people are asked about some of the pairs of two policies. Set feedback.against, and more pairs."
             )
 
     @property
@@ -120,11 +128,10 @@ def sample_comparisons(
     Returns:
         A table with the columns `COLUMNS`, one row per pair. `place` is the prompt's place in the order; `policy_is_a`
         is True if response A is the first policy's; `cut_off_a` and `cut_off_b` are True if the response ended at the
-        length limit; `random_sample` is True if no pair was left out, so that the pairs are a random sample of the
-        prompts.
+        length limit; `random_sample` is True of the pairs that people are asked about, a random sample of all.
     """
     pairs = feedback.pairs
-    noise_seed, sides, free = on_main(lambda: _drawn(pairs, numbers))
+    noise_seed, sides, free, order = on_main(lambda: _drawn(pairs, numbers))
     chosen = prompts.select(episode_prompts(feedback.seed, 1, place + pairs, len(prompts))[place:])
     if feedback.temperature is not None:
         sampling = replace(sampling, temperature=feedback.temperature)
@@ -147,16 +154,18 @@ def sample_comparisons(
             columns = {name: values[row] for name, values in chosen.columns.items()}
             chat_cells = None if chat is None else as_json(chat), None if chat is None else as_json(tools[row])
             cells = free[row], chosen.texts[row], *chat_cells, as_json(columns), *shown, place + row, sides[row]
-            rows.append(cells)
-    return pd.DataFrame([[*row, len(rows) == pairs] for row in rows], columns=[*COLUMNS])
+            rows.append((*cells, order[row]))
+    table = pd.DataFrame(rows, columns=[*COLUMNS])
+    return table.assign(**{RANDOM: table[RANDOM].rank() <= (feedback.asked or pairs)})
 
 
-def _drawn(pairs: int, taken: Set[int]) -> tuple[int, list[bool], list[int]]:
-    """Return a seed of the noise, sides and free numbers, in rising order, from the operating system."""
+def _drawn(pairs: int, taken: Set[int]) -> tuple[int, list[bool], list[int], list[int]]:
+    """Return a seed of the noise, sides, free numbers in rising order, and an order, from the operating system."""
     draw, free = random.SystemRandom(), set[int]()
     while len(free) < pairs:
         free |= {draw.choice(NUMBERS)} - taken
-    return draw.getrandbits(63), [bool(draw.getrandbits(1)) for _ in range(pairs)], sorted(free)
+    sides = [bool(draw.getrandbits(1)) for _ in range(pairs)]
+    return draw.getrandbits(63), sides, sorted(free), draw.sample(range(pairs), pairs)
 
 
 def contents(prompt: str, *responses: str) -> tuple[str, frozenset[str]]:

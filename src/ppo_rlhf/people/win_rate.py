@@ -1,4 +1,4 @@
-"""Comparison of two policies by people: win rate, interval and verdict, and how often the judge agrees."""
+"""Comparison of two policies by people: the judge's win rate as people's answers correct it, interval and verdict."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.statistics import corrected_win_rate
 from ppo_rlhf.evaluation.verdict import conclude_outcomes
-from ppo_rlhf.evaluation.win_rate import NORMAL_QUANTILE, WinRate, win_rate
+from ppo_rlhf.evaluation.win_rate import CONFIDENCE, WinRate, win_rate
 from ppo_rlhf.models.loading import PretrainedHandle
 
 KINDS = {"sft_policy": "SFT", "ppo_policy": "PPO"}
 PREFIX = "human/"
 OVER_PEOPLE = "win_rate_over_people"
+BY_JUDGE = f"{PREFIX}judge_win_rate"
+JUDGED_POLICY = "human.policy"
+"""The tag with the path of the policy that people judged."""
 MIN_PEOPLE = 5
 """With fewer people no interval over people is given."""
 
@@ -31,7 +35,7 @@ def is_policy_of(summary: Mapping[str, Any], policy: PretrainedHandle) -> bool:
 
 def compare_by_people(
     worths: Sequence[Mapping[str, float]],
-    judged: Sequence[float | None] = (),
+    judged: Sequence[float] = (),
     *,
     prompts: Sequence[str] | None = None,
     ours: str = "PPO",
@@ -52,15 +56,15 @@ def compare_by_people(
     Returns:
         A dictionary with `verdict` (as in `conclude`; None if nobody answered), `ours`, `theirs`, `metrics`
         (`human/*`), `by_person` (rows with `pairs`, `win_rate`, `low` and `high`, in an order that does not reveal
-        names), and the counts `pairs`, `answered`, `prompts` (of answered pairs) and `people`; with answers also
-        `wins`, `losses` and `judged`.
+        names), and the counts `pairs`, `answered`, `prompts` (of answered pairs) and `people`; with answers also `wins`
+        and `losses`.
 
         The outcome of a pair is the mean over people, and the outcome of a prompt is the mean over its pairs. Responses
-        to one prompt are correlated, so intervals and verdict treat prompts, not pairs, as independent. These intervals
-        and the verdict hold for these people only: other people have other tastes. `human/win_rate_over_people` is the
-        mean of `MIN_PEOPLE` or more people's win rates, with an interval over people and prompts (`over_people`). The
-        agreement of judge and people counts only pairs in which people on average prefer one side; a pair that the
-        judge scores as a tie counts as half.
+        to one prompt are correlated, so intervals and verdict treat prompts, not pairs, as independent. The judge's
+        outcomes of prompts that nobody answered make `human/win_rate` more certain (`corrected_win_rate`);
+        `human/judge_win_rate` is the judge's alone. The interval and the verdict hold for these people only: other
+        people have other tastes. `human/win_rate_over_people` is the mean over `MIN_PEOPLE` or more people, each of
+        whom counts alike however many pairs they answered, with an interval over people and prompts.
     """
     asked = range(len(worths)) if prompts is None else prompts
     answered = [(prompt, by_name) for prompt, by_name in zip(asked, worths, strict=True) if by_name]
@@ -75,29 +79,35 @@ def compare_by_people(
     }
     if not answered:
         return {"verdict": None, "metrics": {}, "by_person": [], **common}
-    together = _by_prompt((prompt, float(np.mean([*by_name.values()]))) for prompt, by_name in answered)
-    concluded = conclude_outcomes(together, by_trained_reward=False)
-    metrics = _rate("win_rate", together)
+    together = _means((prompt, float(np.mean([*by_name.values()]))) for prompt, by_name in answered)
+    verdicts = [*zip(asked, judged, worths, strict=True)] if judged else []
+    judge = _means((prompt, verdict) for prompt, verdict, by_name in verdicts if by_name)
+    others = [*_means((prompt, verdict) for prompt, verdict, _ in verdicts if prompt not in together).values()]
+    corrected = None
+    if others:
+        corrected = WinRate(*corrected_win_rate([*together.values()], [judge[prompt] for prompt in together], others))
+    concluded = conclude_outcomes(_column(together), by_trained_reward=False, corrected=corrected)
+    metrics = _named("win_rate", corrected or win_rate(_column(together)))
     metrics |= {f"{PREFIX}pairs": float(len(answered)), f"{PREFIX}people": float(len(people))}
     if agreement is not None:
         metrics[f"{PREFIX}agreement"] = agreement
-    decided = []
-    for prompt, by_name, judge in zip(asked, worths, judged or [None] * len(worths), strict=True):
-        mean = float(np.mean([*by_name.values()])) if by_name else 0.5
-        if judge is not None and mean != 0.5:
-            by_people = 1.0 if mean > 0.5 else 0.0
-            decided.append((prompt, 1.0 - abs(by_people - judge)))
-    if decided:
-        metrics |= _rate("judge_agreement", _by_prompt(decided))
+    if judged:
+        metrics[BY_JUDGE] = float(np.mean([*judge.values(), *others]))
     by_person, outcomes = [], []
     for person in people:
         answers = [(prompt, by_name[person]) for prompt, by_name in answered if person in by_name]
         outcomes.append(_means(answers))
-        rate = win_rate(_by_prompt(answers))
+        rate = win_rate(_column(outcomes[-1]))
         by_person.append({"pairs": len(answers), "win_rate": rate.rate, "low": rate.low, "high": rate.high})
     if len(people) >= MIN_PEOPLE:
-        rates = [row["win_rate"] for row in by_person]
-        metrics |= _named(OVER_PEOPLE, over_people(rates, _variance_of_prompts(outcomes)))
+        rows = [
+            (outcome, judge.get(prompt, 0.0), prompt, person, 1.0 / len(each))
+            for person, each in enumerate(outcomes)
+            for prompt, outcome in each.items()
+        ]
+        values, verdicts_on_people, pairs, persons, weights = zip(*rows, strict=True)
+        clusters = {"pairs": pairs, "persons": persons, "weights": weights}
+        metrics |= _named(OVER_PEOPLE, corrected_win_rate(values, verdicts_on_people, others, **clusters))
     # Sort people's rows by their numbers, so that the order does not reveal people's names
     by_person.sort(key=lambda row: (-row["pairs"], row["win_rate"]))
     return {
@@ -107,13 +117,41 @@ def compare_by_people(
         **common,
         "wins": concluded["wins"],
         "losses": concluded["losses"],
-        "judged": len(decided),
     }
 
 
-def _by_prompt(values: Iterable[tuple[Hashable, float]]) -> NDArray[np.float64]:
-    """Return the mean of each prompt's values as an array [N, 1]."""
-    return np.array([[mean] for mean in _means(values).values()])
+def favours(
+    people: Sequence[float], judged: Sequence[float], traits: Mapping[tuple[str, str], Sequence[float]]
+) -> list[str]:
+    """Return what the judge favours more than people do, by more than noise.
+
+    `traits` has a number for each pair by the names of the response with more and with less of a trait: above 0 if ours
+    has more, below 0 if theirs has. A judge that is wrong at random is wrong as often where people prefer the response
+    with more as where they prefer that with less. Fisher's exact test compares the two on pairs without ties; at most
+    5 % of such judges are said to favour anything.
+    """
+    named = []
+    for names, more in traits.items():
+        counts = {True: [0, 0], False: [0, 0]}  # by whether people prefer the response with more: judge right or wrong
+        for by_people, by_judge, sign in zip(people, judged, more, strict=True):
+            if by_people != 0.5 and by_judge != 0.5 and sign:
+                counts[(by_people > 0.5) == (sign > 0)][(by_people > 0.5) != (by_judge > 0.5)] += 1
+        for name, prefer_more in zip(names, (False, True), strict=True):
+            if _fisher(*counts[prefer_more], *counts[not prefer_more]) < (1.0 - CONFIDENCE) / (2 * len(traits)):
+                named.append(name)
+    return named
+
+
+def _fisher(right: int, wrong: int, others_right: int, others_wrong: int) -> float:
+    """Return the one-sided p-value of Fisher's exact test that the first row is wrong more often than the second."""
+    row, all_wrong, total = right + wrong, wrong + others_wrong, right + wrong + others_right + others_wrong
+    ways = [math.comb(all_wrong, k) * math.comb(total - all_wrong, row - k) for k in range(min(row, all_wrong) + 1)]
+    return sum(ways[wrong:]) / math.comb(total, row)
+
+
+def _column(means: Mapping[Hashable, float]) -> NDArray[np.float64]:
+    """Return the values as an array [N, 1]."""
+    return np.array([*means.values()])[:, None]
 
 
 def _means(values: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
@@ -124,42 +162,5 @@ def _means(values: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
     return {prompt: float(np.mean(each)) for prompt, each in by_prompt.items()}
 
 
-def over_people(rates: Sequence[float], variance_of_prompts: float = 0.0) -> WinRate:
-    """Return the mean of people's win rates with a 95 % interval that holds for people, and prompts, like these.
-
-    Each person counts alike, however many pairs they answered. A person's rate is any number from 0 to 1, as a prompt's
-    mean outcome is, so the interval over people is that of `win_rate`: it has a width even if all people agree. Prompts
-    that several people answered move their rates together; `variance_of_prompts` is the variance of the mean that comes
-    from them, and each end moves out so that its squared distance from the mean grows by z² times that variance.
-    """
-    rate, low, high = win_rate(np.array(rates)[:, None])
-    moved = NORMAL_QUANTILE * math.sqrt(variance_of_prompts)
-    low, high = rate - math.hypot(rate - low, moved), rate + math.hypot(high - rate, moved)
-    return WinRate(rate, low=max(0.0, low), high=min(1.0, high))
-
-
-def _variance_of_prompts(outcomes: Sequence[Mapping[Hashable, float]]) -> float:
-    """Return the variance of the mean of people's rates that comes from prompts which several people answered.
-
-    `outcomes` has each person's mean outcome by prompt. Of the variance with prompts as clusters, the variance with
-    single answers as clusters is taken off, because the spread of people's rates has that part (Cameron, Gelbach and
-    Miller 2011, Journal of Business & Economic Statistics 29, 238-249). Without a shared prompt the result is 0.
-    """
-    rates = [float(np.mean([*each.values()])) for each in outcomes]
-    centre, by_prompt, single = float(np.mean(rates)), dict[Hashable, float](), 0.0
-    for each in outcomes:
-        for prompt, outcome in each.items():
-            part = (outcome - centre) / (len(outcomes) * len(each))
-            by_prompt[prompt] = by_prompt.get(prompt, 0.0) + part
-            single += part**2
-    prompts = len(by_prompt)
-    clustered = sum(part**2 for part in by_prompt.values()) * (prompts / (prompts - 1) if prompts > 1 else 1.0)
-    return max(0.0, clustered - single) if prompts < sum(map(len, outcomes)) else 0.0
-
-
-def _rate(name: str, outcomes: Any) -> dict[str, float]:
-    return _named(name, win_rate(outcomes))
-
-
-def _named(name: str, rate: WinRate) -> dict[str, float]:
+def _named(name: str, rate: tuple[float, float, float]) -> dict[str, float]:
     return {f"{PREFIX}{name}{end}": value for end, value in zip(("", "_low", "_high"), rate, strict=True)}

@@ -14,7 +14,7 @@ from ppo_rlhf.evaluation.policy import JUDGE_COLUMN
 from ppo_rlhf.evaluation.verdict import MIN_PROMPTS, Verdict, read_verdict
 from ppo_rlhf.evaluation.win_rate import sign_test
 from ppo_rlhf.passes.halvings import ROLLOUT_HALVINGS, UPDATE_HALVINGS
-from ppo_rlhf.people.win_rate import OVER_PEOPLE, PREFIX
+from ppo_rlhf.people.win_rate import BY_JUDGE, OVER_PEOPLE, PREFIX
 from ppo_rlhf.supervised.reward_training import RELIABLE_ACCURACY
 
 
@@ -124,9 +124,9 @@ def say_verdict(verdict: str, *, ours: str = "PPO", theirs: str = "SFT", compare
 
 
 def say_result_by_people(summary: Mapping[str, Any]) -> str:
-    """Return the result of `people.win_rate.compare_by_people` in one to three sentences.
+    """Return the result of `people.win_rate.compare_by_people` in a few sentences.
 
-    `summary` must also have the name of the `judge` if the judge was compared with people.
+    With a judge, `summary` must also have the name of the `judge`, and what it `favours`.
     """
     ours, theirs, metrics = summary["ours"], summary["theirs"], summary["metrics"]
     if summary["verdict"] is None:
@@ -136,16 +136,18 @@ def say_result_by_people(summary: Mapping[str, Any]) -> str:
     pairs = f"{summary['answered']} pairs"
     if summary["prompts"] < summary["answered"]:
         pairs += f" of {summary['prompts']} prompts"
-    text = f"{verdict}, decided by {people} on {pairs}: win rate {_by_people(metrics, 'win_rate')}."
+    rate = _by_people(metrics, "win_rate")
+    if BY_JUDGE in metrics:
+        says = f"{summary['judge']} says {write_share(metrics[BY_JUDGE])} on {summary['pairs']} pairs, corrected"
+        text = f"{verdict}: {says} by the answers of {people} on {pairs} {rate}"
+        text += "".join(f"; the judge favours {trait}" for trait in summary["favours"]) + "."
+    else:
+        text = f"{verdict}, decided by {people} on {pairs}: win rate {rate}."
     text += f" Verdict and interval hold for {'this person' if summary['people'] == 1 else 'these people'} only."
     if f"{PREFIX}{OVER_PEOPLE}" in metrics:
         text += f" Over people like these, the win rate is {_by_people(metrics, OVER_PEOPLE)}."
     if f"{PREFIX}agreement" in metrics:
         text += f" The agreement of the people (Krippendorff's alpha) is {metrics[f'{PREFIX}agreement']:.2f}."
-    if f"{PREFIX}judge_agreement" in metrics:
-        agreed = _by_people(metrics, "judge_agreement")
-        pairs = f"{summary['judged']} pairs in which people prefer a side"
-        text += f" {summary['judge']} agrees with people on {agreed} of {pairs}."
     return text
 
 

@@ -18,7 +18,7 @@ from ppo_rlhf.datasets.pair_tables import CollectedPairs, comparison_of
 from ppo_rlhf.datasets.pretrained_model import newest_version
 from ppo_rlhf.evaluation.policy import check_vocabularies
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.people.answers import ANSWERS
+from ppo_rlhf.people.answers import ANSWERS, RANDOM
 from ppo_rlhf.people.pairs import FeedbackConfig, contents, sample_comparisons
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
@@ -99,7 +99,7 @@ def put_pairs(feedback_pairs: CollectedPairs, feedback: FeedbackConfig) -> None:
     environment = env_option(run.data.tags.get("environment")) if run else ""
     if feedback.export is None:
         table = feedback_pairs.table
-        rows = table[(table["queue"] == queue) & table["export"].isna()].to_dict("records")
+        rows = table[(table["queue"] == queue) & table["export"].isna() & table[RANDOM]].to_dict("records")
         pairs = [comparison_of(row) for row in rows]
         address = on_main(lambda: mlflow_queue.put(queue, pairs, feedback.instruction))
         served = "" if mlflow_queue.place.has_server else f"`kedro mlflow ui{environment}`, then "

@@ -2,23 +2,26 @@
 
 import json
 import logging
+import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlflow
 import pandas as pd
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.datasets.mlflow_queue import SCHEME
-from ppo_rlhf.datasets.pair_tables import CollectedPairs
+from ppo_rlhf.datasets.pair_tables import CollectedPairs, comparison_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.people import win_rate as people_win_rate
-from ppo_rlhf.people.answers import Comparison, agreement
+from ppo_rlhf.people.answers import RANDOM, Comparison, agreement
 from ppo_rlhf.people.pairs import FeedbackConfig
-from ppo_rlhf.people.win_rate import is_policy_of
+from ppo_rlhf.people.win_rate import JUDGED_POLICY, is_policy_of
 from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
 from ppo_rlhf.rewards.scoring import AGAINST
@@ -26,6 +29,8 @@ from ppo_rlhf.runtime.paths import last_name, readable_path
 
 log = logging.getLogger(__name__)
 
+_FORMAT = re.compile(r"^ *(#+ |[-*+] |[0-9]+[.)] |```|\|)|\*\*", re.MULTILINE)
+"""Headings, items of lists, code fences, tables and bold text in Markdown."""
 _WORTH_OF_A = {"A": 1.0, "B": 0.0, "tie": 0.5, "both bad": 0.5}
 
 
@@ -35,14 +40,16 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
     Which policy wrote each response is recorded in `collected_pairs`.
 
     Returns:
-        One row for each pair of the two policies that the newest answered pair compares. Columns: `number`, `prompt`
+        One row for each pair of the two policies that the newest answered pair compares: first the answered pairs, then
+        those of the same queues that nobody answered. Columns: `number`, `prompt`
         and `columns` (JSON) as reward functions get them, the responses `ours` and `theirs` (ours is PPO's response if
         there is one), `answers` (JSON, by person), `worths` (JSON, our outcome by person), and `our_name`,
         `their_name`, `our_source`, `their_source`, `our_weights` and `their_weights` (fingerprints) of the policies.
-        Pairs of other policies, such as an earlier version of a policy, are left out with a warning.
+        Answered pairs of other policies, such as an earlier version of a policy, are left out with a warning.
 
     Raises:
-        DataError: There are no answers, or no answered pair compares two policies.
+        DataError: There are no answers, no answered pair compares two policies, or an answered pair was not drawn for
+            people, so that the answered pairs are no random sample.
     """
     source = feedback.answers or f"{SCHEME}{feedback.queue_name}"
     answered = collected_pairs.answered(source)
@@ -53,6 +60,11 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
         raise DataError(
             f"{source}: no answered pair compares two policies. Collect some: kedro run --pipelines collect_feedback "
             "--params feedback.against=ppo_policy, and set feedback.answers to their answers."
+        )
+    if chosen := [each.number for each, row in answered if not row[RANDOM]]:
+        raise DataError(
+            f"{source}: {len(chosen)} answered pairs, for example {chosen[0]}, were not drawn for people, so that the "
+            "answers are no random_sample and cannot correct the judge. Remove these answers."
         )
     table = pd.DataFrame(rows)  # in the order of collection: the newest pair is the last
     sources, weights = ["our_source", "their_source"], ["our_weights", "their_weights"]
@@ -66,18 +78,24 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
             len(table),
             *map(readable_path, newest[sources]),
         )
-    return table[is_newest].reset_index(drop=True)
+    collected = collected_pairs.table
+    is_unanswered = collected["queue"].isin({row["queue"] for _, row in answered}) & collected["against"].notna()
+    is_unanswered &= ~collected["number"].isin({each.number for each, _ in answered})
+    others = [_unblinded(comparison_of(row), row) for row in collected[is_unanswered].to_dict("records")]
+    unanswered = [row for row in others if [row[name] for name in weights] == newest[weights].tolist()]
+    return pd.concat([table[is_newest], pd.DataFrame(unanswered, columns=table.columns)], ignore_index=True)
 
 
 def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: EvaluationConfig) -> dict[str, Any]:
-    """Compare two policies by people's answers, and people's answers with the judge of the evaluation.
+    """Compare two policies by the judge of the evaluation, corrected by people's answers to some of the pairs.
 
     Returns:
         The result of `compare_by_people`, and `result` (the result in words), `policy` and `against` (the policies'
-        sources), and `judge` (the judge's description; None if the reward decides evaluations).
+        sources), `judge` (the judge's description; None if the reward decides evaluations, and people decide alone),
+        and what the judge `favours`.
     """
     table, judge = answered_comparisons, resolve_judge(evaluation)
-    judged: list[float | None] = []
+    judged: list[float] = []
     if judge.judge is not None:
         columns: dict[str, list[Any]] = defaultdict(list)
         for row in table["columns"]:
@@ -91,9 +109,9 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
             for side in ("ours", "theirs")
         ]
         judged = [_worth(a, b) for a, b in zip(*map(_numbers, scores), strict=True)]
-    first = table.iloc[0]
+    first, worths = table.iloc[0], [json.loads(row) for row in table["worths"]]
     summary = people_win_rate.compare_by_people(
-        [json.loads(row) for row in table["worths"]],
+        worths,
         judged,
         prompts=table["prompt"].tolist(),
         ours=first["our_name"],
@@ -102,6 +120,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     )
     summary |= {
         "judge": judge.description if judge.judge is not None else None,
+        "favours": _favours(table, worths, judged) if judged else [],
         "policy": first["our_source"],
         "against": first["their_source"],
         "fingerprint": first["our_weights"],
@@ -110,7 +129,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     log.info("%s", summary["result"])
     if mlflow.active_run() is not None:
         mlflow.log_metrics(summary["metrics"])
-        mlflow.set_tag("mlflow.note.content", summary["result"])
+        mlflow.set_tags({MLFLOW_RUN_NOTE: summary["result"], JUDGED_POLICY: summary["policy"]})
     return summary
 
 
@@ -131,6 +150,21 @@ def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHa
 
 def _numbers(scores: Any) -> list[float]:
     return [float(score) for score in scores]
+
+
+def _favours(table: pd.DataFrame, worths: Sequence[Mapping[str, float]], judged: Sequence[float]) -> list[str]:
+    """Return which responses the judge favours more than people do, from the first answered pair of each prompt."""
+    rows = [row for row in table["prompt"].drop_duplicates().index if worths[row]]
+    pairs = [(table["ours"][row], table["theirs"][row]) for row in rows]
+    longer = [len(ours) - len(theirs) for ours, theirs in pairs]
+    formatted = [len(_FORMAT.findall(ours)) - len(_FORMAT.findall(theirs)) for ours, theirs in pairs]
+    traits = {
+        ("longer answers", "shorter answers"): longer,
+        ("formatted answers", "plainer answers"): formatted,
+        (f"{table['our_name'][0]}'s answers", f"{table['their_name'][0]}'s answers"): [1] * len(rows),
+    }
+    by_people = [sum(worths[row].values()) / len(worths[row]) for row in rows]
+    return people_win_rate.favours(by_people, [judged[row] for row in rows], traits)
 
 
 def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
