@@ -110,8 +110,8 @@ def _trainings(run: RunRequest, model: PretrainedConfig, tokenizer: object) -> I
     if reward is None or not run.writes("reward_model"):
         return
     prompts, ppo = run.data.get("prompt_dataset"), run.group("ppo", PPOConfig)
-    is_given = pairs is not None and len(pairs) > 0  # without given preferences the node makes an empty table
-    if is_given:
+    given = 0 if pairs is None else len(pairs)  # without given preferences the node makes an empty table
+    if pairs is not None and given:
         read = tokenise_preferences(pairs.head(MOST_READ), tokenizer)  # type: ignore[arg-type]
         lengths = [len(ids) for name in ("chosen_ids", "rejected_ids") for ids in read[name]]
     elif prompts is not None and ppo is not None:  # the run samples its pairs
@@ -120,7 +120,7 @@ def _trainings(run: RunRequest, model: PretrainedConfig, tokenizer: object) -> I
         return
     limit = reward.longest_sequence(context)
     lengths = [length for length in lengths if limit is None or length <= limit]
-    count = round((len(pairs) if is_given else reward.pairs) * (1 - reward.held_out_share))
+    count = round((given or reward.pairs) * (1 - reward.held_out_share))
     if lengths:
         yield Training("reward_modelling", "pairs", reward, count, 2, lengths)
 
