@@ -16,7 +16,6 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.config.advice import LARGE, LORA_FACTOR, Typical
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
@@ -62,19 +61,17 @@ GROUPS = {
 }
 INTRODUCTION = """# Configuration reference
 
-This page lets you look up every setting: its type, default, meaning and typical range.
-`python scripts/write_configuration.py` writes it from the code; a test fails if the page is stale. Change a docstring
-or `conf/base/globals.yml`, not this page.
+This page lets you look up every setting: its type, its default, and in a sentence what it does.
+`python scripts/write_configuration.py` writes it from the docstrings, which say more ([PPOConfig](api/config.md)). When
+a run starts, the log advises on values outside their typical range.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
-defaults are those of the code. `conf/base/parameters_*.yml` goes over them, and your `conf/local` over both, or in its
-place the environment of `--env`, such as the demo's `conf/demo`. An unknown name is an error, which names the setting
-that it misspells, or where another library's setting is here. Values outside a typical range are advised on when a run
-starts, not refused.
+defaults are the code's. `conf/base/parameters_*.yml` goes over them, and your `conf/local` over both, or in its place
+the environment of `--env`, such as `conf/demo`. An unknown name is an error, which names the setting that it misspells,
+or where another library's setting is here.
 
-The names of the groups are those of the parameters; where runs are tracked is in `conf/base/mlflow.yml`. What
-`conf/base` fills from a global stands only among the globals: set it there. That goes for the `seed` of each group with
-random numbers, too, which one group may have to itself (`best_of_n.seed=1`).
+What `conf/base` fills from a global stands only among the globals: set it there. So does each group's `seed`, which one
+group may have to itself (`best_of_n.seed=1`). Where runs are tracked is in `conf/base/mlflow.yml`.
 """
 BOUNDS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 
@@ -106,21 +103,28 @@ def _group(name: str, group: Any, filled: set[str]) -> str:
     names = [other for other, each in GROUPS.items() if issubclass(each, group)]
     summary = " ".join(str(inspect.getdoc(group)).split("\n\n")[0].split())
     if group in (SupervisedFinetuningConfig, RewardModellingConfig):
-        summary += f" Beside these the group has the settings of [{SHARED}](#{SHARED.replace(' ', '-')})."
+        summary += f" Further ones are [above](#{SHARED.replace(' ', '-')})."
     lines = [f"## {name}\n\n{summary}\n"]
-    lines += ["| setting | type | default | meaning | typical range |", "| --- | --- | --- | --- | --- |"]
+    lines += ["| setting | type, default | meaning |", "| --- | --- | --- |"]
     for each in fields(group):
         is_filled = any(f"{other}.{each.name}" in filled for other in names) and f"{name}.{each.name}" not in GROUPS
         if each.name not in meanings or is_filled:
             continue
         if not meanings[each.name]:
             raise SystemExit(f"{name}.{each.name} has no docstring: write its meaning, unit and effect below the field")
-        typical = _typical(hints[each.name])
-        usual = _range(typical) if typical else ""
-        meaning = re.sub(r"\bNone\b", "null", meanings[each.name])
-        cells = (f"`{each.name}`", _type(hints[each.name]), _default(each), meaning, usual)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |".replace("|  |", "| |"))
+        hint = hints[each.name]
+        cells = (f"`{each.name}`", _type_and_default(each, hint), _first_sentence(meanings[each.name], _choices(hint)))
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _first_sentence(meaning: str, choices: list[str]) -> str:
+    """Return a docstring's first sentence without sources, and what each choice and null mean."""
+    text = re.sub(r"\bNone\b", "null", re.sub(r" \([^()]*(?:arXiv:|et al\.|Schulman 2020)[^()]*\)", "", meaning))
+    first, *others = re.split(r"(?<=\.) (?=\S)", text)
+    known = "|".join(re.escape(choice) for choice in [*choices, "null", "With null"])
+    explained = re.compile(rf"`?(?:{known})(?![\w+])")
+    return " ".join([first, *(sentence for sentence in others if explained.match(sentence))])
 
 
 def _meanings(group: Any) -> dict[str, str]:
@@ -151,16 +155,22 @@ def _type(hint: Any) -> str:
     return {type(None): "null", str: "text", bool: "true, false"}.get(hint, hint.__name__)
 
 
-def _typical(hint: Any) -> Typical | None:
-    found = [extra for option in (hint, *get_args(hint)) for extra in getattr(option, "__metadata__", ())]
-    return next((extra for extra in found if isinstance(extra, Typical)), None)
+def _choices(hint: Any) -> list[str]:
+    """Return the values of a type that has but a few."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    bare = [get_args(option)[0] if get_origin(option) is Annotated else option for option in options]
+    return [str(choice) for option in bare if get_origin(option) is Literal for choice in get_args(option)]
 
 
-def _range(typical: Typical) -> str:
-    """Return a typical range with its source and the models that it applies to."""
-    policies = f"for policies of {LARGE / 1e6:g} million parameters or more; with LoRA {LORA_FACTOR:g} times that"
-    usual = f"{typical.low:g} to {typical.high:g} ({typical.source})"
-    return f"{usual} {policies}" if typical.is_rate else usual
+def _type_and_default(each: Any, hint: Any) -> str:
+    """Return type and default of a field: `int ≥ 1, 4`; of choices the default is the first, and null says its type."""
+    default = _default(each)
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if bare is bool:
+        return default
+    if get_origin(bare) is Literal:
+        return ", ".join(sorted(map(_code, get_args(bare)), key=lambda choice: choice != default))
+    return f"{_type(hint).removesuffix(' or null') if default == '`null`' else _type(hint)}, {default}"
 
 
 def _default(each: Any) -> str:

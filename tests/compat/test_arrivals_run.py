@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +20,20 @@ pytestmark = pytest.mark.slow
 PROMPTS = [{"prompt": f"{a} {b}"} for a in "abcdefgh" for b in "klmnop"]
 TEXTS = [row | {"completion": " c"} for row in PROMPTS]
 PAIRS = [row | {"chosen": " c", "rejected": " d"} for row in PROMPTS]
-PAGE = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
-PPO = yaml.safe_load(re.findall(r"```yaml\n(# ppo\.yaml\n.*?)```", PAGE, re.DOTALL)[0]) | {
-    **{"model_name_or_path": "models/sft", "max_new_tokens": 6, "per_device_train_batch_size": 4, "bf16": False},
-    **{"ppo_buffer_size": 2, "num_train_epochs": 1, "learning_rate": 1e-3},
+PPO = {
+    **{"stage": "ppo", "do_train": True, "model_name_or_path": "models/sft", "finetuning_type": "lora"},
+    **{"lora_rank": 16, "lora_target": "all", "reward_model": "saves/reward", "dataset": "questions"},
+    **{"template": "qwen", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "ppo_buffer_size": 2},
+    **{"learning_rate": 1e-3, "num_train_epochs": 1, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1},
+    **{"bf16": False, "max_new_tokens": 6},
 }
-"""The file on the page, with sizes for tiny models."""
+"""A configuration for `llamafactory-cli train`, with sizes for tiny models."""
+SWIFT = {
+    **{"rlhf_type": "ppo", "model": "models/sft", "reward_model": "models/reward", "tuner_type": "full"},
+    **{"dataset": ["data/questions.jsonl"], "torch_dtype": "bfloat16", "per_device_train_batch_size": 4},
+    **{"learning_rate": 1e-6, "num_train_epochs": 1, "max_completion_length": 256, "ENV": {"NPROC_PER_NODE": 2}},
+}
+"""Arguments of ms-swift, for two processes."""
 TRAINING = {
     **{"do_train": True, "finetuning_type": "full", "model_name_or_path": "models/sft", "template": "qwen"},
     **{"learning_rate": 1e-3, "num_train_epochs": 1.0, "per_device_train_batch_size": 4, "cutoff_len": 24},
@@ -104,8 +111,7 @@ def test_llama_factorys_three_stages_run_as_one_chain(kedro: Callable[..., Resul
 def test_ms_swifts_arguments_run_on_its_own_models(kedro: Callable[..., Result], project: Path, checkout: Path):
     classifier = tiny_model("gpt2", seed=5, reward=True, num_labels=1, pad_token_id=PAD)
     save(checkout / "models" / "reward", classifier, word_tokenizer(chat_template=CHAT_TEMPLATE))
-    (settings,) = re.findall(r"```yaml\n(# swift\.yaml\n.*?)```", PAGE, re.DOTALL)
-    (checkout / "swift.yaml").write_text(settings)
+    (checkout / "swift.yaml").write_text(yaml.safe_dump(SWIFT))
     result = kedro(project, "convert-config", "--from", "ms-swift", "--prompts", "43", str(checkout / "swift.yaml"))
     assert result.exit_code == 0, result.output
     assert result.stderr.splitlines()[-1] == "Then: torchrun --nproc_per_node 2 -m kedro run --pipelines align"

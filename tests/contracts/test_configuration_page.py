@@ -21,9 +21,31 @@ def test_the_page_is_not_stale(written: str) -> None:
     assert page == written, "run: python scripts/write_configuration.py"
 
 
-def test_a_row_has_the_type_default_meaning_and_typical_range_of_the_field(written: str) -> None:
-    (row,) = [line for line in written.splitlines() if line.startswith("| `dual_clip` |")]
-    _, name, kind, default, meaning, usual, _ = row.split("|")
-    assert (name, kind, default) == (" `dual_clip` ", " float > 1 or null ", " `null` ")
-    assert meaning.endswith("null turns dual clipping off. ")
-    assert usual == " 1.5 to 10 (arXiv:1912.09729: 3) "
+@pytest.mark.parametrize(
+    ("setting", "row"),
+    [
+        (
+            "dual_clip",
+            "float > 1, `null` | Upper bound c on the probability ratio of a token whose advantage A is negative:",
+        ),
+        (
+            "kl_controller",
+            "`fixed`, `adaptive` | fixed: beta stays `kl_coef`. adaptive: beta changes so that KL approaches",
+        ),
+        (
+            "whiten_advantages",
+            "`true` | Shift and scale advantages to mean 0 and variance 1 over the response tokens of",
+        ),
+        ("save_interval_minutes", "float > 0 or null, `10.0` | Minutes after which an iteration is saved as well,"),
+    ],
+)
+def test_a_row_has_the_type_the_default_and_the_first_sentence_of_the_field(
+    written: str, setting: str, row: str
+) -> None:
+    assert f"| `{setting}` | {row}" in written
+
+
+def test_of_a_docstring_the_page_has_the_first_sentence_and_what_each_choice_and_null_mean() -> None:
+    first = runpy.run_path(str(ROOT / "scripts" / "write_configuration.py"))["_first_sentence"]
+    meaning = "Where it comes from (Coste et al. 2023). k3+: there. Its price is high. With None nowhere. k3 is free."
+    assert first(meaning, ["k3+"]) == "Where it comes from. k3+: there. With null nowhere."

@@ -82,24 +82,3 @@ def test_the_script_of_trls_last_trainer_runs_with_trls_command_line(
     ]
     assert (desk / "out" / "checkpoints" / "iteration_000003").is_dir()
     check_saved(trainer.policy, "out")
-
-
-@pytest.mark.slow
-def test_the_script_of_trls_first_trainer_runs(
-    desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    options = {"model_name": "sft", "dataset_name": "prompts", "reward_name": "classifier", "output_dir": "out"}
-    sizes = {"query_length": 3, "response_length": 6, "steps": 24, "batch_size": 8, "mini_batch_size": 4}
-    settings = {f"--{name}": value for name, value in {**options, **sizes, "learning_rate": 1e-3}.items()}
-    names = run("ppo_sentiment.py", settings, monkeypatch)
-    trainer = names["ppo_trainer"]
-    assert (trainer.config.value_model, trainer.config.temperature, trainer.config.kl_coef) == ("shared", 1.0, 0.2)
-    assert [len(query) for query in names["queries"]] == [3] * 8
-    assert len(trainer.history) == 3
-    scores = [score.item() for score in names["rewards"]]
-    assert trainer.history[-1]["objective/scores"] == pytest.approx(sum(scores) / 8, rel=1e-5)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in lines if line.startswith("Iteration")] == [
-        f"Iteration {i}/3" for i in (1, 2, 3)
-    ]
-    check_saved(trainer.policy, "out")

@@ -17,7 +17,7 @@ from ppo_rlhf.rewards.functions import call_reward_function
 from tests.tiny_models import save, tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-BY_TOKEN, BY_HTTP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+_, BY_TOKEN, BY_HTTP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 class Server(HTTPServer):

@@ -51,8 +51,8 @@ class PPOConfig:
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE), Role("replaced")] = 4
     """Number of passes over each batch of rollouts; 2 to 4 passes are usual."""
     num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE), Role("replaced")] | None = None
-    """Number of passes over each batch of rollouts that train a critic with its own backbone. Passes beyond
-    `num_ppo_epochs` train only the critic. With None the critic trains for `num_ppo_epochs` passes."""
+    """Number of passes that train a critic with its own backbone. Passes beyond `num_ppo_epochs` train only the critic.
+    With None the critic trains for `num_ppo_epochs` passes."""
     cliprange: Annotated[
         float, Field(gt=0.0), Typical(0.1, 0.3, "arXiv:1707.06347, table 3"), Role("taken", group="clipping")
     ] = 0.2
@@ -83,9 +83,9 @@ class PPOConfig:
     """GAE lambda of the critic's targets (VAPO: 1, which gives unbiased returns). With None the critic's targets use
     `lam`."""
     lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5"), Role("taken")] | None = None
-    """Makes the GAE lambda of the policy's advantages depend on the response's length: 1 - 1 / (lam_alpha x tokens),
-    and 0 for responses of at most 1 / lam_alpha tokens. With lam_alpha, `lam` applies only to the critic's targets.
-    With None the policy's advantages use `lam`."""
+    """Makes the GAE lambda of the policy's advantages 1 - 1 / (lam_alpha x tokens of the response). It is 0 for
+    responses of at most 1 / lam_alpha tokens. With lam_alpha, `lam` applies only to the critic's targets. With None the
+    policy's advantages use `lam`."""
     whiten_rewards: Annotated[bool, Role("taken")] = False
     """Divide shaped rewards by their standard deviation over the batch, and keep their mean (as in TRL)."""
     whiten_advantages: Annotated[bool, Role("taken")] = True
@@ -133,15 +133,15 @@ class PPOConfig:
     importance_high: (
         Annotated[float, Field(gt=1.0), Typical(1.2, 10.0, "arXiv:2607.07508: 6"), Role("taken")] | None
     ) = None
-    """Upper limit of the ratio pi / pi_sampler, for `importance_low` (lower and upper limit in SAO: 0.7 and 6 for
-    reasoning, 0.2 and 4 for code)."""
+    """Upper limit of the ratio pi / pi_sampler, for `importance_low`. Lower and upper limit in SAO are 0.7 and 6 for
+    reasoning, 0.2 and 4 for code."""
 
     kl_coef: Annotated[float, Field(ge=0.0), Typical(0.01, 0.2, TUNING_GUIDE), Role("taken")] = 0.05
     """Beta, the weight of the KL estimate, in score units per nat. The adaptive KL controller starts with beta =
     kl_coef."""
     kl_estimator: Annotated[KLEstimator, Role("taken")] = "k1"
     """Per-token estimator of KL(policy || reference) (Schulman 2020, "Approximating KL Divergence"). k3+ has k3's value
-    and k2's gradient. full is the exact KL over the vocabulary; full with kl_in=loss runs the reference policy in each
+    and k2's gradient. full is the exact KL over the vocabulary. With kl_in=loss it runs the reference policy in each
     optimiser step."""
     kl_in: Annotated[Literal["reward", "loss"], Role("taken")] = "reward"
     """reward: subtract beta x KL from each token's reward. loss: add beta x KL to the policy loss (not with k1)."""
@@ -158,16 +158,13 @@ class PPOConfig:
     """Number of episodes in which the adaptive KL controller changes beta by at most 20 %. Set kl_horizon to a fifth of
     total_episodes or less."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 15.0
-    """Threshold in nats per response. The run warns once of a KL above kl_warning, and the warning names the setting to
-    change first."""
+    """KL in nats per response above which the run warns, once, and names the setting to change first."""
     kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 20.0
-    """Threshold in nats per response. A KL above kl_alarm raises an alarm. A checkpoint evaluated above kl_alarm never
-    becomes the best checkpoint."""
+    """KL in nats per response above which an alarm is raised, and no checkpoint becomes the best one."""
     kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE), Role("left out", resume="free")] | None = (
         None
     )
-    """Threshold in nats per response. Training stops when the KL of a rollout batch exceeds kl_stop. With None no KL
-    stops training."""
+    """KL of a rollout batch in nats per response that stops training. With None no KL does."""
 
     reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE), Role("taken")] = 1.0
     """Factor by which each response's score is multiplied, after normalisation and before clipping."""
@@ -183,10 +180,9 @@ class PPOConfig:
     truncated_responses: Annotated[Literal["keep", "penalise", "replace", "mask", "bootstrap"], Role("left out")] = (
         "keep"
     )
-    """What happens to responses cut off at response_length. keep: treat them like other responses, and subtract
-    missing_eos_penalty if it is set. penalise: subtract missing_eos_penalty from the score. replace: set the score to
-    -missing_eos_penalty. mask: leave the responses out of all losses. bootstrap: replace the score with the critic's
-    value of the state after the last token."""
+    """What happens to responses cut off at response_length. keep: nothing, but for missing_eos_penalty if it is set.
+    penalise: subtract missing_eos_penalty from the score. replace: the score is -missing_eos_penalty. mask: no loss
+    counts them. bootstrap: the score is the critic's value of the state after the last token."""
     overlong_buffer: Annotated[int, Field(ge=1), Role("left out")] | None = None
     """Number of last tokens before response_length over which a length penalty rises linearly from 0 to 1 score unit
     (DAPO, arXiv:2503.14476)."""
@@ -198,7 +194,7 @@ class PPOConfig:
     value_learning_rate: (
         Annotated[float, Field(gt=0.0), Typical(1e-6, 1e-4, TUNING_GUIDE, is_rate=True), Role("replaced")] | None
     ) = None
-    """Peak learning rate of the critic's AdamW; with value_model=shared, of the value head's, while the shared trunk
+    """Peak learning rate of the critic's AdamW. With value_model=shared it is the value head's, and the shared trunk
     follows `learning_rate`. With None the critic uses `learning_rate`."""
     lr_scheduler_type: Annotated[LearningRateSchedule, Role("left out")] = "linear"
     """Schedule of both learning rates over iterations, after the warm-up. The schedules are the schedules of
@@ -232,7 +228,7 @@ class PPOConfig:
     ema_decay: (
         Annotated[float, Field(gt=0.0, lt=1.0), Typical(0.9, 0.9999, "DeepSpeed-Chat: 0.992"), Role("left out")] | None
     ) = None
-    """Decay of a moving average of the policy's weights: each optimiser step sets the average to ema_decay x average +
+    """Decay of a moving average of the policy's weights. Each optimiser step sets the average to ema_decay x average +
     (1 - ema_decay) x weights. The averaged weights are exported in the folder ema beside the policy. With None the run
     keeps no moving average."""
 
@@ -247,15 +243,15 @@ class PPOConfig:
     """Number of minibatches into which each rollout batch is split; each PPO epoch has one optimiser step per
     minibatch."""
     local_rollout_forward_batch_size: Annotated[Count | None, Role("replaced", resume="rounds", record="here")] = None
-    """Largest number of responses that one device generates or scores at a time; the number need not divide the rollout
+    """Largest number of responses that one device generates or scores at a time. The number need not divide the rollout
     batch. With None the device takes as many responses as fit into free memory. In 16 bits the reference policy takes
     the update's micro-batches."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4"), Role("taken")] = 1
     """Responses sampled for each prompt of a batch, each with different sampling noise. responses_per_prompt must
     divide the batch size."""
     drop_uniform_prompts: Annotated[NonNegative, Role("left out")] = 0
-    """Largest number of times that an iteration replaces prompts whose `responses_per_prompt` responses all have the
-    same score by other prompts (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
+    """Largest number of times that an iteration draws other prompts for those whose responses all have the same score
+    (dynamic sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Role("none", record="here")] | None = None
     """Largest number of prompt and response tokens in one forward and backward pass, counting padding where the
     architecture needs padding. A beginning that prompts share counts once, and an eighth of it for each further row. A
@@ -288,27 +284,27 @@ class PPOConfig:
     stop_token_id: Annotated[int, Field(ge=0), Role("left out", record="sampling")] | None = None
     """Token id that ends a response, in place of the tokens that `stop_token` selects."""
     environment: Annotated[str | None, Role("left out", record="sampling")] = None
-    """`module:name` of a function that answers the policy's turns: `reply(prompts, completions, turns, **columns)`
-    returns for each episode a text, or None if the episode is over (docs/conversations.md). With an environment, a
-    response is a whole episode: `response_length` covers all turns of the policy and the environment's replies between
-    the turns. With None each response is a single turn."""
+    """`module:name` of a function that answers the policy's turns (docs/conversations.md). `reply(prompts, completions,
+    turns, **columns)` returns for each episode a text, or None if the episode is over. With an environment, a response
+    is a whole episode: `response_length` covers all turns of the policy and the environment's replies between the
+    turns. With None each response is a single turn."""
     turn_length: Annotated[int, Field(ge=1), Role("left out", record="sampling")] | None = None
     """For `environment`: largest number of tokens in one turn of the policy, including its stop token."""
     overlong_prompts: Annotated[
         Literal["error", "drop", "truncate_left"], Role("none", record="here", varies=False)
     ] = "error"
     """What to do with prompts that leave no room for response_length tokens in the model's context: stop with an error,
-    drop the prompt, or cut off the prompt's start."""
+    drop the prompt, or cut off its start."""
 
     value_model: Annotated[Literal["separate", "shared", "reward_init", "pretrained"], Role("taken")] = "separate"
-    """Where the critic comes from. separate: its own backbone, copied from the policy. reward_init: its own backbone
-    and head, copied from the reward model. pretrained: its own backbone and head, copied from the critic at
-    critic_path, which the pipeline critic_pretraining or `export_critic` stored. shared: a value head on the policy's
-    last hidden states; one loss is minimised, policy loss + vf_coef x value loss. With separate and shared, the value
-    head starts as the value head in the SFT model's directory (TRL's v_head) if there is one, else at 0."""
+    """Where the critic comes from. separate: a copy of the policy's backbone. reward_init: a copy of the reward model.
+    pretrained: the critic at critic_path. shared: a value head on the policy's last hidden states. The pipeline
+    critic_pretraining or `export_critic` stores a critic at critic_path. A shared trunk minimises one loss, policy loss
+    + vf_coef x value loss. With separate and shared, the value head starts as the value head in the SFT model's
+    directory (TRL's v_head) if there is one, else at 0."""
     value_freeze: Annotated[Literal["none", "attention"], Role("taken")] = "none"
-    """Which weights of a critic with its own backbone stay frozen. attention: the attention layers, so that embeddings,
-    norms, MLPs and the value head train (SAO, arXiv:2607.07508). Frozen weights need no optimiser state."""
+    """Which weights of a critic with its own backbone stay frozen. attention: the attention layers (SAO,
+    arXiv:2607.07508). Embeddings, norms, MLPs and the value head then train. Frozen weights need no optimiser state."""
     use_peft: Annotated[bool, Role("left out")] = False
     """Train LoRA adapters (arXiv:2106.09685) on frozen weights that policy, reference and critic share. The value head
     trains in full. The setting `export` selects whether the merged model or only the adapter is exported."""
@@ -327,7 +323,7 @@ class PPOConfig:
     its embeddings learns little without an adapter on the head (docs/results.md)."""
     load_in_4bit: Annotated[bool, Role("left out")] = False
     """QLoRA (arXiv:2305.14314), for use_peft: bitsandbytes stores the frozen weights that policy, reference and critic
-    share in NF4, an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
+    share in NF4, in an eighth of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
     gradient_checkpointing: Annotated[bool, Role("left out")] = False
     """Recompute each layer of policy and critic in the backward pass (arXiv:1604.06174). With gradient checkpointing
     the update takes about a third more time, and memory holds the activations of one layer instead of all layers."""
@@ -341,14 +337,14 @@ class PPOConfig:
     export_critic: Annotated[bool, Role("none", resume="free")] = False
     """Save the trained critic as a second model, from which later runs can start (docs/studies.md)."""
     export: Annotated[Literal["merged", "adapter"], Role("none", resume="free")] = "merged"
-    """What is exported with use_peft. merged: a whole model with the adapter merged into its weights. adapter: only the
-    adapter, which peft loads onto the SFT model that the adapter's configuration names."""
+    """What is exported with use_peft. merged: a whole model. adapter: only the adapter. peft loads it onto the SFT
+    model that the adapter's configuration names."""
     dtype: Annotated[Precision, Role("left out")] = "auto"
-    """Precision. auto: bfloat16 on a GPU that supports it, else float32; a resumed run keeps the precision that it
-    started with. bfloat16 and float16: forward passes run under autocast, and frozen models are stored in the 16-bit
-    type, of a reference policy without LoRA only the linear layers; trainable weights, optimiser moments,
-    log-probabilities and losses stay float32. float16 uses loss scaling and needs a GPU. float32 on CUDA: matrix
-    products use TF32 (10 bits of mantissa), unless `deterministic` is set."""
+    """Precision of matrix products and of frozen models; what trains is never 16 bits wide. auto: bfloat16 on a GPU
+    that supports it, else float32. A resumed run keeps the precision that it started with. In bfloat16 and float16
+    forward passes run under autocast, and frozen models are stored in the 16-bit type, of a reference policy without
+    LoRA only the linear layers; trainable weights, optimiser moments, log-probabilities and losses stay float32.
+    float16 uses loss scaling and needs a GPU. float32 on CUDA: matrix products use TF32 without `deterministic`."""
     offload_reference_policy: Annotated[bool, Role("none", resume="free", record="here", group="offloading")] = False
     """Keep the reference policy in host memory, and move it to the GPU only while it computes log-probabilities.
     Offloading saves one copy of the policy in `dtype` on the GPU, costs one transfer per iteration, and changes no
@@ -356,10 +352,10 @@ class PPOConfig:
     offload_reward_model: Annotated[bool, Role("none", resume="free", record="here", group="offloading")] = False
     """Keep the reward model in host memory, and move it to the GPU only while it scores responses."""
     rollout_engine: Annotated[Literal["static", "hf", "vllm"], Role("left out")] = "static"
-    """Which code generates responses. static: this project's decoding loop, which needs no padding and drops sequences
-    that have ended. hf: transformers' generate, which is slower, but serves as a check of static and supports
-    architectures that need padding. vllm: vLLM, through TRL (docs/scaling.md); vLLM gets the policy's weights before
-    each rollout and uses its own random numbers."""
+    """Which code generates responses. static: this project's decoding loop, without padding. hf: transformers'
+    generate, slower, for checks and for architectures that need padding. vllm: vLLM, through TRL (docs/scaling.md).
+    static drops sequences that have ended. vLLM gets the policy's weights before each rollout and uses its own random
+    numbers."""
     vllm_mode: Annotated[Literal["colocate", "server"], Role("none", resume="free", record="here", group="vllm")] = (
         "colocate"
     )
@@ -402,10 +398,9 @@ class PPOConfig:
     save_interval: Annotated[Count, Role("none", resume="free")] = 10
     """Iterations between checkpoints. The last iteration is always saved."""
     save_interval_minutes: Annotated[float, Field(gt=0.0), Role("none", resume="free")] | None = 10.0
-    """Minutes between checkpoints, in addition to `save_interval`: the iteration that ends so many minutes after the
-    last checkpoint is saved. After a checkpoint that took s seconds the next waits at least 19 s seconds, so that
-    checkpoints by time take at most 5 % of the time. The first iteration of a run is saved if it took longer than a
-    minute. With None time saves no checkpoint."""
+    """Minutes after which an iteration is saved as well, whatever `save_interval` is. After a checkpoint that took s
+    seconds the next waits at least 19 s seconds, so that checkpoints by time take at most 5 % of the time. The first
+    iteration of a run is saved if it took longer than a minute. With None time saves no checkpoint."""
     save_total_limit: Annotated[Count, Role("none", resume="free")] = 2
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
     max_time: Annotated[float, Field(gt=0.0), Role("none", resume="free", record="here")] | None = None
@@ -419,10 +414,9 @@ class PPOConfig:
     """Comma-separated `module:name` of transformers TrainerCallbacks, or of functions that return a TrainerCallback
     (docs/trainer.md). PPOTrainer also takes callback objects."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0), Role("none", resume="free", record="here")] = 25.0
-    """Seconds that a run may take to finish an update that runs, and to save its last complete iteration, after
-    SIGTERM, SIGINT or SIGHUP. A run that takes longer stops without saving, and can resume from its last checkpoint.
-    Ctrl-C at a terminal has no limit. Kubernetes kills a process 30 seconds after SIGTERM. With 0 the run stops without
-    saving."""
+    """Seconds that a run may take to finish its update and save after SIGTERM, SIGINT or SIGHUP. A run that takes
+    longer stops without saving, and can resume from its last checkpoint. Ctrl-C at a terminal has no limit. Kubernetes
+    kills a process 30 seconds after SIGTERM. With 0 the run stops without saving."""
 
     # No setting: `of_run` gives the number, and `replace` passes it on
     _processes: InitVar[InstanceOf[_Processes] | None] = None

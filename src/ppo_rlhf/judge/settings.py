@@ -44,11 +44,9 @@ class LLMJudgeConfig:
     columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise answers also `first` and
     `second`. With None the judge gets this package's template."""
     lowest: float | None = None
-    """The lowest score; a judge's answer with a lower number is unparsable. With None the lowest score is 1. Only for
-    `answer: score`."""
+    """The lowest score of `answer: score`; a lower number is unparsable. With None it is 1."""
     highest: float | None = None
-    """The highest score; a judge's answer with a higher number is unparsable. With None the highest score is 10. Only
-    for `answer: score`."""
+    """The highest score of `answer: score`; a higher number is unparsable. With None it is 10."""
     against: str | None = None
     """Column of the prompts with the texts that responses are compared with. With None the judge compares with the SFT
     policy's response to the prompt, which exists only in evaluations. Only for `answer: pairwise`."""
@@ -57,9 +55,9 @@ class LLMJudgeConfig:
     counts, and the judge is not asked for JSON. With None the judge is asked for JSON, and its answer is read as JSON
     or by its last line, `Score: 8` or `Verdict: A` (docs/rewards.md)."""
     unparsable: Literal["error"] | float = "error"
-    """The score of a response if the judge's answer is cut off or is in another form, if the server refuses the text
-    (codes 400, 413 and 422), or if it answers a text with something else than a chat completion. With `error` such an
-    answer ends the run and is not cached. Metrics count these responses."""
+    """The score of a response if the judge's answer cannot be read. It is cut off or in another form, the server
+    refuses the text (codes 400, 413 and 422), or answers with something else than a chat completion. With `error` such
+    an answer ends the run and is not cached. Metrics count these responses."""
     max_tokens: Annotated[int, Field(ge=1)] | None = 1024
     """Maximum length of a judge's answer in tokens. With None the request has no `max_tokens`; models of OpenAI that
     refuse `max_tokens` take `extra_body: {max_completion_tokens: 1024}` instead."""
@@ -69,13 +67,14 @@ class LLMJudgeConfig:
     concurrency: Annotated[int, Field(ge=1)] = 16
     """Maximum number of simultaneous requests to the judge."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """Timeout in seconds of a request to the judge, from sending the request to the answer's last byte."""
+    """Timeout in seconds of a request, from sending it to the answer's last byte."""
     max_retries: Annotated[int, Field(ge=0)] = 6
-    """Number of retries of a request if the judge's server cannot be reached, times out, or answers 408, 409, 429 or
-    5xx, or if an answer with status 200 has an error or no choices. The pauses between retries double from 0.5 to 8
-    seconds, or are as long as the server asks, up to ten minutes. If the last retry fails, the run ends."""
+    """Number of retries of a request that the judge's server fails to answer. It cannot be reached, times out, answers
+    408, 409, 429 or 5xx, or its answer with status 200 has an error or no choices. The pauses between retries double
+    from 0.5 to 8 seconds, or are as long as the server asks, up to ten minutes. If the last retry fails, the run
+    ends."""
     cache: str | None = CACHE
-    """File below the project in which the judge's answers are cached; a request with a cached answer is not sent again.
+    """File below the project in which the judge's answers are cached. A request with a cached answer is not sent again.
     With None the judge's answers are not stored."""
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ class FeedbackConfig:
     instruction: str = "Which response is better?"
     """The question that MLflow's page shows."""
     export: str | None = None
-    """A new file to which `collect_feedback` writes the pairs, for a program that asks people; a relative path is below
+    """A new file to which `collect_feedback` writes the pairs, for a program that asks people. A relative path is below
     the project. None: a file in the folder of the pairs, and the pairs also go into a review queue of MLflow."""
     answers: str | None = None
     """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`. None: MLflow's review

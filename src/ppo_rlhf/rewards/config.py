@@ -94,10 +94,10 @@ class RewardConfig:
     (`reward/disagreement`). mean: the mean. min: the lowest normalised score. mean_minus_std: the mean of the
     normalised scores less their standard deviation. With min and mean_minus_std set `reward.normalise` to component."""
     normalise: Literal["total", "component"] = "total"
-    """What `ppo.reward_normalisation` normalises: total normalises the weighted sum of the reward components. component
-    normalises each reward component before the sum (GDPO, arXiv:2601.05242), so that no component counts for more
-    because its scores have a larger spread. With component, the weight of a reward component is in units of the
-    standard deviation of the component's scores. `ppo.reward_scale` and `ppo.reward_clip` are applied after the sum."""
+    """What `ppo.reward_normalisation` normalises. total: the weighted sum of the reward components. component: each
+    component before the sum (GDPO, arXiv:2601.05242). No component then counts for more because its scores have a
+    larger spread. With component, the weight of a reward component is in units of the standard deviation of the
+    component's scores. `ppo.reward_scale` and `ppo.reward_clip` are applied after the sum."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]

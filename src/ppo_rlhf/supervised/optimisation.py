@@ -52,7 +52,7 @@ class OptimisationConfig:
     bf16: bool = False
     """Autocast to bfloat16 (weights stay float32); for GPUs."""
     logging_steps: Annotated[int, Field(ge=1)] = 10
-    """Number of optimiser steps between logged losses; a logged loss is the mean over the steps since the last logged
+    """Number of optimiser steps between logged losses. A logged loss is the mean over the steps since the last logged
     loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if a device is available, else the CPU. A process uses one device."""

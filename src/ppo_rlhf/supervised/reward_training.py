@@ -56,15 +56,14 @@ class RewardModellingConfig(OptimisationConfig):
     rejected_column: str = "rejected"
     """Column of the rejected responses."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts that is held out to measure the reward model's accuracy; without prompts, share of the
-    distinct pairs."""
+    """Share of the prompts, or of pairs without prompts, that is held out to measure the reward model's accuracy."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
     """Maximum number of held-out prompts."""
     preferences_path: str | None = None
     """Path of given preferences, for the model card."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The run stops if the reward model's accuracy on held-out pairs is below minimum_accuracy, because PPO would learn
-    nothing from the reward model."""
+    """The run stops if the reward model's accuracy on held-out pairs is lower. PPO would learn nothing from such a
+    model."""
     normalise: bool = True
     """Whether the saved weights shift and scale the scores to mean 0 and standard deviation 1 over all training
     responses. If the training responses are samples of the SFT policy, PPO starts at a mean score of 0."""
