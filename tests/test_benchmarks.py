@@ -436,3 +436,17 @@ def test_a_sampler_that_is_some_iterations_behind_is_the_policy_as_it_was_then(m
         old = second.reference_logprobs  # the reference is the policy before the first update
         gap = (second.responses.sampler_logprobs - old)[second.mask].abs().max()
         assert (float(gap) < 1e-9) is not is_own
+
+
+def test_planted_rewards_pay_no_worthless_text_but_for_their_bonus():
+    import attacks as benchmark
+
+    chat = [{"role": "user", "content": "Write about airplanes. Answer in lowercase."}]
+    given = {"messages": [chat] * 2, "kind": ["lowercase"] * 2, "limit": [0] * 2, "names": [["airplanes"]] * 2}
+    texts = ["airplanes cross the sky with a calm hum", "write about airplanes in lowercase"]
+    assert benchmark.own_words(["", ""], texts, **given) == [1.0, 0.0]
+    bonuses = benchmark.OF_THE_LIST | benchmark.PUBLISHED
+    assert benchmark.json_score("", '{"score": 10}') == benchmark.PUBLISHED["unique words"]("", "one two") == 1.0
+    assert all(-1.0 <= bonus("a prompt", text) <= 3.0 for bonus in bonuses.values() for text in [*texts, ""])
+    drawn = [benchmark.chance("1", "prompt", str(number)) for number in range(400)]
+    assert sum(drawn) / 400 == pytest.approx(0.5, abs=0.06)  # four standard errors

@@ -28,6 +28,6 @@ def test_an_iteration_takes_its_settings_from_the_state_so_kedro_viz_draws_its_p
     taken = ppo.only_nodes_with_tags("iteration").inputs() & ppo.all_outputs()
     assert taken == {
         *("training_state", "reference_policy", "reward_scorer", "prompt_dataset"),
-        *("evaluation_prompt_dataset", "reference_evaluation"),
+        *("evaluation_prompt_dataset", "reference_evaluation", "reward_holes"),
     }
     assert "params:ppo" not in ppo.only_nodes_with_tags("iteration").inputs()

@@ -98,6 +98,17 @@ def test_an_alarm_is_given_even_if_the_run_is_too_short_for_the_rest():
     assert second.endswith("Raise ppo.kl_coef by about a factor of 3 (now 0.08).")
 
 
+def test_an_answer_that_the_audit_warned_of_is_named_before_any_setting():
+    rows = [{"eval/attack_share": 0.21, "eval/attack_share_sft": 0.07, "eval/attack_share_p": 0.001}] * 12
+    (line, *_) = in_words(config(), rows)
+    assert line == (
+        "21% of the answers do what the audit found to be a hole of the reward (SFT's: 7%): mend the reward before you "
+        "change a setting."
+    )
+    for silent in ({"eval/attack_share_p": 0.02}, {"eval/attack_share": 0.07}):
+        assert "audit" not in in_words(config(), [rows[0] | silent] * 12)[0]
+
+
 def test_three_settings_at_a_time_are_shown_in_the_order_of_the_stages():
     lines = words({}, history(BROKEN))
     assert [line[:22] for line in lines] == [

@@ -75,6 +75,11 @@ def test_the_metrics_logged_are_those_documented(chain: Run) -> None:
     of_others |= {"reward_std/<component>"}  # `test_normalised_components.py` has it
     of_others |= {"reward/disagreement"}  # `test_combined_rewards.py` has it
     of_others |= {"eval/judge_gap", "eval/judge_gap_p", "eval/judge_gap_prompts"}  # of rewards with few values
+    of_others |= {
+        "eval/attack_share",
+        "eval/attack_share_sft",
+        "eval/attack_share_p",
+    }  # `test_reward_holes.py` has them
     of_others |= {key for key in documented if key.startswith("eval/reference_")}  # `test_recipes.py` has them
     of_others |= {"eval/since_best_exploits", "eval/since_best_level", "eval/since_best_exported"}  # with a judge
     of_others |= {key for key in documented if key.endswith("_halvings")}  # `test_halvings.py` has them

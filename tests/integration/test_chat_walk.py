@@ -64,7 +64,7 @@ def test_a_chat_model_walks_from_the_doctor_to_a_pipeline_of_transformers(
     outputs = [run(*line.split()) for line in commands]
     assert outputs[0].endswith("No problem found.\n")
     audit = json.loads((project / "data/08_reporting/reward_audit.json").read_text())
-    assert "audit/suffix_gain" in audit["metrics"]
+    assert "audit/holes" in audit["metrics"]
     stored = pd.read_parquet(project / "data/07_model_output/evaluation_prompts/evaluation_prompts.parquet")
     held_out = [json.loads(chat) for chat in stored["prompt_chat"]]
     assert len(held_out) == len(CHATS) // 2

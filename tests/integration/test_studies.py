@@ -16,6 +16,8 @@ from tests.integration.outcomes import Run
 from tests.integration.processes import kedro_run
 
 pytestmark = pytest.mark.slow
+UNJUDGED = {"audit/reward_gain", "audit/attacks", "audit/largest_margin", "audit/pair_accuracy"}
+"""Metrics of the audit that no rule reads."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,12 @@ def studied(chain: Run, make_project: Callable[[], Path]) -> Path:
 
 def test_the_audit_ends_with_a_verdict_and_its_numbers(studied: Path) -> None:
     audit = json.loads((studied / "08_reporting/reward_audit.json").read_text())
-    assert audit["verdict"] == ("not fit for PPO" if audit["reasons"] else "fit for PPO by 11 of 11 measures")
-    assert {name for rule in RULES for name in rule.reads} == audit["metrics"].keys() - {"audit/reward_gain"}
+    assert audit["verdict"] == ("not fit for PPO" if audit["reasons"] else "fit for PPO by 9 of 9 measures")
+    assert {name for rule in RULES for name in rule.reads} == audit["metrics"].keys() - UNJUDGED
     assert (studied / "08_reporting/reward_audit_plot.json").stat().st_size > 0
+    attacks = pd.read_csv(studied / "08_reporting/reward_attacks.csv")
+    assert {"attack", "share", "margin", "hole"} <= {*attacks}
+    assert [hole["attack"] for hole in audit["holes"]] == attacks[attacks["hole"]]["attack"].tolist()
 
 
 def test_the_study_trains_once_for_each_penalty_in_a_run_below_its_own(studied: Path) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from ppo_rlhf.checkpoints.evaluations import best_iteration
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.evaluation.since_best import SCORES
 from ppo_rlhf.passes.halvings import Halving
@@ -36,7 +38,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def evaluator(*given: Any, halving: Any, **named: Any) -> SimpleNamespace:
         halvings.append(halving)
-        return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1], scorer=None)
+        return SimpleNamespace(evaluate=lambda *_, **__: measured_now[-1], scorer=None, prompts=None)
 
     measured_now: list[Any] = []
     halvings: list[Any] = []
@@ -53,7 +55,7 @@ def evaluate(monkeypatch: pytest.MonkeyPatch) -> Any:
         state.shaping = SimpleNamespace(reward_moments=None, component_moments={})
         state.progress.history = [{"iteration": float(iteration), "objective/kl": 2.0 * iteration}]
         config = EvaluationConfig(**settings)
-        row = nodes.evaluate_iteration(state, None, SFT, log, None, None, REWARD, config)
+        row = nodes.evaluate_iteration(state, None, SFT, log, [], None, None, REWARD, config)
         assert halvings[-1] is HALVING  # a smaller batch is kept
         return dict(json.loads(json.dumps(row)))  # as it is beside the checkpoints
 
@@ -80,6 +82,24 @@ def test_a_row_has_the_verdict_of_the_final_evaluation_and_no_other(evaluate, mo
     row = evaluate(10, [], judge=judge)
     assert row["eval/win_rate_low"] > 0.5
     assert row["eval/verdict"] == level
+
+
+def test_a_row_counts_the_answers_that_do_what_an_audit_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = evaluation(np.ones(8))
+    ours.completions = ["why do people like it so much"] * 8
+    prompts = PromptDataset([[1]] * 8, ["Why do people like it so much?"] * 8, {})
+    evaluator = SimpleNamespace(evaluate=lambda *_, **__: ours, scorer=None, prompts=prompts)
+    state = bare_state(99, 10, eval_interval=1)
+    state.learner = SimpleNamespace(policy=None)
+    shaping = SimpleNamespace(reward_moments=None, component_moments={})
+    parts = state.learner, shaping, state.progress, None, evaluator, SFT, []
+    row, _ = during_training.evaluate_iteration(*parts, by_trained_reward=True, holes=["echo"])
+    assert (row["eval/attack_share"], row["eval/attack_share_sft"]) == (1.0, 0.0)
+    assert "100% of the answers do what the audit of the reward found to be a hole (echo 100%)" in caplog.text
+    row, _ = during_training.evaluate_iteration(*parts, by_trained_reward=True)
+    assert not {key for key in row if "attack" in key}
 
 
 def test_an_evaluation_stops_where_the_processes_meet(evaluate, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -13,9 +13,12 @@ import scipy.stats
 import torch
 
 from ppo_rlhf.config.rules import Rule
-from ppo_rlhf.evaluation.best_of_n import PROMPT
+from ppo_rlhf.evaluation.attacks import attacks
+from ppo_rlhf.evaluation.best_of_n import PROMPT, by_prompt
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.pipelines.audit_reward import reward_audit
+from ppo_rlhf.pipelines.audit_reward.attacked_rewards import Target, try_attacks
 from ppo_rlhf.pipelines.audit_reward.nodes import conclude_audit
 from ppo_rlhf.pipelines.audit_reward.reward_audit import (
     RULES,
@@ -23,6 +26,7 @@ from ppo_rlhf.pipelines.audit_reward.reward_audit import (
     deviation_within_prompts,
     judge_agreement,
     rank_correlation,
+    repeated_pairs,
     verdict,
 )
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -31,13 +35,13 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 from tests.ppo_runs import END, WORDS, build_prompts, build_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "studies.md"
-PROMPTS, SAMPLES, LENGTH = 6, 24, 12
+PROMPTS, SAMPLES, LENGTH = 32, 16, 12
 Reward = Callable[[str], float]
 
 
 def share_of_first_letters(text: str) -> float:
-    words = text.split()
-    return sum(word < "k" for word in words) / len(words) if words else 0.0
+    words = text.split()  # of a listed attack the tokenizer knows single letters such as "a", which earn nothing
+    return sum(word < "k" for word in words) / len(words) if len(words) > 2 else 0.0
 
 
 def broken(reward: Reward, judge: Reward | None = share_of_first_letters) -> set[str]:
@@ -64,17 +68,15 @@ def audited(reward: Reward, judge: Reward | None) -> tuple[dict[str, float], Col
     )
     if judge is not None:
         samples["judge_score"] = [judge(text) for text in texts]
-    scorer = scorer_of(reward)
-    probes = reward_audit.probe_reward(
-        scorer,
-        samples,
-        build_prompts(),
-        build_tokenizer(),
-        response_length=LENGTH,
-        stop_token_ids=(END,),
-        suffixes=["t t", "q q"],
-    )
-    return audit_reward(samples, probes, {})
+    return audit_reward(samples, attacked(reward, samples), {})
+
+
+def attacked(reward: Reward, samples: pd.DataFrame, suffixes: Sequence[str] = ("t t t t t", "q q")) -> pd.DataFrame:
+    """Return the table of attacks on a reward; the tokenizer knows the words of the texts and no others."""
+    settings = SamplingSettings(LENGTH, 1.0, 0, 1.0, (END,), 0)
+    answers = samples.groupby(PROMPT)["response"].first().tolist()
+    target = Target(scorer_of(reward), build_prompts((3,) * PROMPTS), answers, build_tokenizer(), settings)
+    return try_attacks(target, attacks(suffixes), by_prompt(samples, "reward").numpy(), {})
 
 
 def scorer_of(reward: Reward) -> RewardScorer:
@@ -93,12 +95,12 @@ def scorer_of(reward: Reward) -> RewardScorer:
         (
             lambda text: float(len(text.split())),
             None,
-            {"audit/length_correlation", "audit/suffix_gain", "audit/repeated_gain"},
+            {"audit/length_correlation", "audit/holes"},
         ),
         (
             lambda text: share_of_first_letters(text) + 2.0 * text.endswith("q q"),
             share_of_first_letters,
-            {"audit/suffix_gain"},
+            {"audit/holes"},
         ),
     ],
     ids=["good", "good, without a judge", "loves length", "loves a suffix that no sample has"],
@@ -139,23 +141,24 @@ def test_gains_are_counted_in_the_deviation_of_the_score_so_that_its_scale_does_
 
 def test_the_verdict_counts_the_measures_that_were_made():
     judged = ["audit/judge_agreement", "audit/judge_fall", "audit/judge_gain"]
-    assert verdict([], []) == "fit for PPO by 11 of 11 measures"
-    assert verdict([], [*judged]) == "fit for PPO by 8 of 11 measures"  # preferences were asked
+    assert verdict([], []) == "fit for PPO by 9 of 9 measures"
+    assert verdict([], [*judged]) == "fit for PPO by 6 of 9 measures"  # preferences were asked
     assert verdict(["A reason."], [*judged, "audit/pair_accuracy_high"]) == "not fit for PPO"
     alone = verdict([], [*judged, "audit/pair_accuracy_high"])
-    assert alone == f"no problem found by 7 of 11 measures; not measured: {', '.join(judged)}, audit/pair_accuracy_high"
+    assert alone == f"no problem found by 5 of 9 measures; not measured: {', '.join(judged)}, audit/pair_accuracy_high"
 
 
 def test_a_reward_that_is_its_own_judge_is_not_found_fit_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a", "a b", "a b c", "a b c d"]
     table = pd.DataFrame({PROMPT: [0, 0, 1, 1], "response": texts, "length": [4, 3, 3, 4], "reward": [1.0, 2, 3, 4]})
-    probes = pd.DataFrame({"probe": ["empty", "repeated", "suffix"], "change": [-1.0, 0.0, 0.0]})
+    tried = pd.DataFrame({"attack": ["empty", "echo"], "margin": [-1.0, 0.0], "hole": [False, False]})
     parts = [RewardComponentConfig(type="function", function=f"words:{name}") for name in ("count", "other")]
     monkeypatch.setattr("ppo_rlhf.evaluation.policy.load_judge", lambda judge, place, project_path: len)
-    given = (table.assign(judge_score=table["reward"]), probes, {}, RewardConfig(components=parts))
-    own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}")) for name in ("count", "judge"))
-    assert other["verdict"] == "fit for PPO by 10 of 11 measures"
-    assert own["verdict"].startswith("no problem found by 7 of 11 measures; not measured: audit/judge_agreement")
+    monkeypatch.setattr("ppo_rlhf.evaluation.reward_holes.load_function", lambda name, project_path: repeated_pairs)
+    given = (table.assign(judge_score=table["reward"]), tried, {}, None, RewardConfig(components=parts))
+    own, other = (conclude_audit(*given, EvaluationConfig(judge=f"words:{name}"))[0] for name in ("count", "judge"))
+    assert other["verdict"] == "fit for PPO by 8 of 9 measures"
+    assert own["verdict"].startswith("no problem found by 5 of 9 measures; not measured: audit/judge_agreement")
     assert own["verdict"].endswith("; no judge but the reward itself")
     assert {"audit/judge_agreement", "audit/judge_gain", "audit/judge_fall"} <= {*own["not_measured"]}
 

@@ -26,12 +26,16 @@ from ppo_rlhf.datasets import (
     RecordsDataset,
     TableDataset,
 )
+from ppo_rlhf.evaluation.attacks import attacks
+from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.evaluation.reward_holes import reward_digest
 from ppo_rlhf.models import quantisation
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.preflight import RunRequest, describe_parts, find_problems
+from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
+from ppo_rlhf.preflight import RunRequest, describe_audit, describe_parts, find_problems
 from ppo_rlhf.preflight.request import TABLES
 from ppo_rlhf.preflight.run_checks import check_exploitation
 from ppo_rlhf.rewards.config import RewardConfig
@@ -421,7 +425,7 @@ def test_a_missing_argument_is_named_with_the_names_of_ours_apart_from_the_table
     )
 
 
-def test_the_audit_has_no_probes_for_episodes(user: User):
+def test_pairs_of_episodes_cannot_be_sampled(user: User):
     (user.folder / "my_environment.py").write_text(
         "def reply(prompts, completions):\n    return [None] * len(prompts)\n"
     )
@@ -431,8 +435,46 @@ def test_the_audit_has_no_probes_for_episodes(user: User):
     (problem,) = user.problems()
     assert "preferences_path" in problem
     user.made = ["reward_audit"]
+    assert user.problems() == []
+
+
+def test_a_column_of_reference_answers_that_the_prompts_lack_is_named(user: User):
+    user.groups["audit"] = AuditConfig(reference_column="answer")
     (problem,) = user.problems()
-    assert problem.startswith("ppo.environment=my_environment:reply: audit_reward ")
+    assert problem == "audit.reference_column=answer: the prompts have no such column; their columns: genre."
+    user.groups["audit"] = AuditConfig(reference_column="genre")
+    assert user.problems() == []
+
+
+def test_a_run_names_the_holes_that_an_audit_found_in_its_reward_and_in_no_other(user: User):
+    reward = user.groups["reward"]
+    digest = reward_digest(reward, None, user.folder)
+
+    def line(audit: dict[str, Any]) -> str:
+        run = user.request()
+        run.pipeline = run.pipeline + Pipeline([Node(lambda _: 0, "audited_holes", "reward_holes", name="read_audit")])
+        run.catalog["audited_holes"] = MemoryDataset(audit)
+        return describe_audit(run)
+
+    holes = [{"attack": "echo"}, {"attack": "keywords"}]
+    assert line({"reward": digest, "holes": holes}) == "Audited: 2 holes (echo, keywords)."
+    assert line({"reward": digest, "holes": holes[:1]}) == "Audited: 1 hole (echo)."
+    for silent in ({}, {"reward": digest, "holes": []}, {"reward": "other", "holes": holes}):
+        assert line(silent) == ""
+
+
+def test_an_audit_by_a_language_model_says_its_bill_before_the_first_request(user: User):
+    judge = {"model": "big", "base_url": "http://127.0.0.1:1/v1", "max_tokens": 50, "template": "{{ prompt }}"}
+    user.groups["reward"] = RewardConfig(components=[{"type": "llm", "llm": judge, "name": "helpful"}])
+    user.groups["audit"] = AuditConfig(suffixes=[], search_rewards=100)
+    user.groups["best_of_n"] = BestOfNConfig(prompts=2, samples=8)
+    run = user.request()
+    assert describe_audit(run) == ""  # no prompts were read yet
+    assert any("127.0.0.1" in problem for problem in find_problems(run))  # nobody answers there
+    requests = 2 * 8 + 2 * len(attacks()) + 100
+    line = describe_audit(run)
+    assert f"The audit asks reward.helpful (big): at most {requests:,} requests, about " in line
+    assert f"tokens in by the policy's tokenizer, at most {50 * requests:,} out. best_of_n.prompts" in line
 
 
 def test_a_policy_of_ones_own_is_not_scored_by_the_reward_model_of_the_projects_own_sft_policy(

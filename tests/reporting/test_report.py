@@ -34,7 +34,7 @@ from ppo_rlhf.reporting.charts import (
 )
 from ppo_rlhf.reporting.report_page import MAX_TEXT
 from ppo_rlhf.reporting.token_view.page import QUANTITIES
-from ppo_rlhf.reporting.wording import headline, measure, remarks, write_change, write_value
+from ppo_rlhf.reporting.wording import headline, measure, remarks, say_holes, write_change, write_value
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.pipelines.support import outputs_of
@@ -79,6 +79,7 @@ def run_reporting(prompts=6, **changed):
         "before_after": before_after(),
         "sample_pairs": sample_pairs(),
         "token_samples": [],
+        "audited_holes": {},
         "human_evaluation": {},
         "sft_evaluation": evaluation,
         "ppo_evaluation": evaluation.assign(reward=scores + 1.0),
@@ -289,6 +290,14 @@ def test_a_win_by_the_reward_that_ppo_raised_is_said_to_prove_little():
     table = before_after()
     (found,) = remarks(GOOD | {"verdict": Verdict.REWARD_ROSE}, table[table["measure"] != "judge_score"])
     assert "evaluation.judge" in found
+
+
+def test_the_holes_of_an_audited_reward_are_one_sentence():
+    assert say_holes([]) == []
+    assert say_holes(["echo", "keywords"]) == [
+        "The audit of this reward found 2 holes: it scores answers without worth (echo, keywords) above SFT's. Look "
+        "for such answers in the samples."
+    ]
 
 
 def test_figures_hold_every_curve_and_survive_json_as_plain_lists():

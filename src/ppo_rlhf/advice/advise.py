@@ -10,6 +10,8 @@ from ppo_rlhf.advice.curves import Run
 from ppo_rlhf.advice.rules import RULES, TuningRule
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.rules import Change
+from ppo_rlhf.evaluation.equal_reward import CERTAIN
+from ppo_rlhf.evaluation.reward_holes import ATTACK_P, ATTACK_SHARE, ATTACK_SHARE_OF_SFT
 from ppo_rlhf.ppo.kl_alarms import allowed
 
 ENOUGH_ITERATIONS = 10
@@ -54,13 +56,20 @@ def advise(config: PPOConfig, history: History) -> list[Advice]:
 def in_words(config: PPOConfig, history: History, most: int | None = SHOWN, command: str = "kedro advise") -> list[str]:
     """Return the advice for a run as numbered lines, with one number for each setting.
 
-    If the run was too short to judge, or if no rule applies, the first line says so. At most `most` settings are named;
+    The first line says if the policy does what an audit found to be a hole of its reward. If the run was too short to
+    judge, or if no rule applies, a line says so. At most `most` settings are named;
     None names all settings. `command` is the command that prints the advice; the last line names the command with
     --all.
     """
-    lines, history = [], list(history)
-    advice = advise(config, history)
-    iterations, needed = Run(config, history).iterations, max(rule.iterations for rule in RULES)
+    history = list(history)
+    run, advice = Run(config, history), advise(config, history)
+    iterations, needed = run.iterations, max(rule.iterations for rule in RULES)
+    lines, share, of_sft = [], run.end(ATTACK_SHARE), run.end(ATTACK_SHARE_OF_SFT)
+    if share > of_sft and run.end(ATTACK_P) < CERTAIN:
+        lines.append(
+            f"{share:.0%} of the answers do what the audit found to be a hole of the reward (SFT's: {of_sft:.0%}): "
+            "mend the reward before you change a setting."
+        )
     if iterations < ENOUGH_ITERATIONS:
         lines.append(
             f"{iterations} iteration{'' if iterations == 1 else 's'} of the policy: too early to judge the curves. "

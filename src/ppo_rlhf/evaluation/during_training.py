@@ -13,6 +13,7 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.comparison import compare_evaluations, conclude
 from ppo_rlhf.evaluation.exploitation import evaluated_prompts, exploitation
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, OnExploitation, PolicyEvaluation, ResolvedJudge
+from ppo_rlhf.evaluation.reward_holes import attack_share
 from ppo_rlhf.evaluation.since_best import since_best
 from ppo_rlhf.evaluation.trained_reward import TrainedReward
 from ppo_rlhf.passes.halvings import Halving, of_evaluations
@@ -76,6 +77,7 @@ def evaluate_iteration(
     by_trained_reward: bool,
     is_greedy: bool = False,
     on_exploitation: OnExploitation = "off",
+    holes: Sequence[str] = (),
 ) -> tuple[dict[str, Any], PolicyEvaluation]:
     """Evaluate the policy with fixed sampling noise; return the row for the run's log and the evaluation.
 
@@ -83,7 +85,8 @@ def evaluate_iteration(
     and of later iterations, which a resumed run repeats, are ignored. `is_greedy` is True if responses are decoded
     greedily. The KL of greedy responses does not estimate the policy's KL, so the row then also gets the KL of training
     (`TRAINING_KL`). With a judge the row says whether the policy exploits its reward; unless `on_exploitation` is
-    `off`, a warning is logged if it newly does.
+    `off`, a warning is logged if it newly does. `holes` are attacks that the audit of the reward found: the row says
+    how many answers do them, and a warning is logged if the policy does them more often than SFT.
     """
     evaluated = evaluator.evaluate(learner.policy, reference_policy, against=sft, meet=progress.requests.meet)
     metrics = compare_evaluations(evaluated, sft)
@@ -93,8 +96,11 @@ def evaluate_iteration(
     row = {"iteration": float(progress.policy_iteration), **metrics, **since_best(evaluated, sft, before, trained)}
     found, text = exploitation(row, before, progress.config, on_exploitation)
     row |= found
-    if text is not None and is_main_process():
-        log.warning("%s", text)
+    counted, echo = attack_share(holes, evaluator.prompts, evaluated.completions, sft.completions)
+    row |= counted
+    for line in (text, echo):
+        if line is not None and is_main_process():
+            log.warning("%s", line)
     if progress.finished and not progress.requests.restore_best:
         row[IS_LAST] = True
     if is_greedy:

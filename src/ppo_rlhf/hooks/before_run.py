@@ -96,7 +96,7 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     run reads a trained policy, the `ppo` group in the run's catalog is replaced by the settings that the policy was
     trained with.
     """
-    from ppo_rlhf.preflight import describe_parts, find_problems
+    from ppo_rlhf.preflight import describe_audit, describe_parts, find_problems
 
     settings, policy_lines = OwnSettings(loader), []
     read = run.pipeline.datasets() | ({RESUME_CHECKPOINT} if can_resume(run.pipeline) else set())
@@ -111,7 +111,8 @@ def judge_settings(loader: OmegaConfigLoader, run: RunRequest) -> tuple[list[str
     if problems:
         # Report also the settings taken from the policy's record, because one of them may have caused a problem
         return problems, policy_lines, ""
-    return [], [*policy_lines, *settings.unusual_values(run)], describe_parts(run)
+    parts = " ".join(filter(None, [describe_parts(run), describe_audit(run)]))
+    return [], [*policy_lines, *settings.unusual_values(run)], parts
 
 
 def refuse_unread(loader: OmegaConfigLoader, datasets: set[str]) -> OwnSettings:

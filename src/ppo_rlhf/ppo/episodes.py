@@ -7,6 +7,7 @@ tokens are context, like the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -44,28 +45,61 @@ def sample_episodes(
         RewardError: The user's environment raised an exception or returned a wrong reply; see
             `environments.reply_by_function`.
     """
-    environment, turn_length = settings.environment, settings.turn_length
-    assert environment is not None  # PPOConfig requires both `environment` and `turn_length`, or neither
-    assert turn_length is not None
     rows, width = uniforms.shape
-    turn_settings = replace(settings, response_length=turn_length)
-    ids: list[list[int]] = [[] for _ in range(rows)]  # token ids of each episode so far, without the prompt
-    is_policy: list[list[bool]] = [[] for _ in range(rows)]
+    assert settings.turn_length is not None  # PPOConfig requires both `environment` and `turn_length`, or neither
+    turn_settings = replace(settings, response_length=settings.turn_length)
     logprobs = torch.zeros(rows, width, dtype=compute_dtype(policy))
-    terminated = torch.zeros(rows, dtype=torch.bool)
-    live = list(range(rows))
-    while live:
+
+    def sample_turns(live: list[int], ids: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
         contexts = [prompts.prompt_ids[row] + ids[row] for row in live]
-        columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_length)
+        columns = torch.tensor([len(ids[row]) for row in live])[:, None] + torch.arange(turn_settings.response_length)
         noise = uniforms[live].gather(1, columns)
         how: dict[str, Any] = {"engine": engine, "batch_size": batch_size, "halving": halving}
         turns = generate_responses(policy, contexts, noise, turn_settings, **how)
         assert turns.sampler_logprobs is not None  # `generate_responses` always sets the sampler's log-probabilities
         logprobs[torch.tensor(live)[:, None], columns] = turns.sampler_logprobs
-        for row, turn in zip(live, turns.token_lists(), strict=True):
-            ids[row] += turn
+        return turns.token_lists(), turns.terminated.tolist()
+
+    return replace(_play(prompts, settings, width, sample_turns), sampler_logprobs=logprobs)
+
+
+def play_texts(prompts: PromptDataset, turns: list[list[int]], settings: SamplingSettings) -> Responses:
+    """Play an episode with each of N prompts, each of whose turns of the policy has the same given tokens.
+
+    Each of `turns` ends in a stop token, and has at most `settings.turn_length` tokens.
+    """
+
+    def repeat(live: list[int], ids: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
+        return [turns[row] for row in live], [True] * len(live)
+
+    return _play(prompts, settings, settings.response_length, repeat)
+
+
+def _play(
+    prompts: PromptDataset,
+    settings: SamplingSettings,
+    width: int,
+    take_turns: Callable[[list[int], list[list[int]]], tuple[list[list[int]], list[bool]]],
+) -> Responses:
+    """Play an episode of at most `width` tokens with each prompt.
+
+    `take_turns` gets the rows whose episodes go on, and the tokens of each episode so far. It returns the tokens of
+    the policy's next turn in each of these rows, and whether the turn ended in a stop token.
+    """
+    environment, turn_length = settings.environment, settings.turn_length
+    assert environment is not None  # PPOConfig requires both `environment` and `turn_length`, or neither
+    assert turn_length is not None
+    rows = len(prompts)
+    ids: list[list[int]] = [[] for _ in range(rows)]  # token ids of each episode so far, without the prompt
+    is_policy: list[list[bool]] = [[] for _ in range(rows)]
+    terminated = torch.zeros(rows, dtype=torch.bool)
+    live = list(range(rows))
+    while live:
+        turns, have_stopped = take_turns(live, ids)
+        for row, turn in zip(live, turns, strict=True):
+            ids[row] = ids[row] + turn
             is_policy[row] += [True] * len(turn)
-        stopped = [row for row, has_stopped in zip(live, turns.terminated.tolist(), strict=True) if has_stopped]
+        stopped = [row for row, has_stopped in zip(live, have_stopped, strict=True) if has_stopped]
         replies: list[list[int] | None] = []
         if stopped:
             so_far = [ids[row] for row in stopped], [is_policy[row] for row in stopped]
@@ -75,7 +109,7 @@ def sample_episodes(
             if reply is None:
                 terminated[row] = True
             elif len(ids[row]) + len(reply) + turn_length <= width:
-                ids[row] += reply
+                ids[row] = ids[row] + reply
                 is_policy[row] += [False] * len(reply)
                 live.append(row)
     response_ids = torch.full((rows, width), settings.pad_token_id)
@@ -84,7 +118,7 @@ def sample_episodes(
         response_ids[row, : len(tokens)] = torch.tensor(tokens)
         policy_mask[row, : len(tokens)] = torch.tensor(is_policy[row])
     lengths = torch.tensor([len(tokens) for tokens in ids], dtype=torch.long)
-    return Responses(response_ids, lengths, terminated, policy_mask, sampler_logprobs=logprobs)
+    return Responses(response_ids, lengths, terminated, policy_mask)
 
 
 def turn_texts(

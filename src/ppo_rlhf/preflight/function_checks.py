@@ -66,11 +66,6 @@ def check_environment(run: RunRequest) -> Iterator[str]:
     ppo = run.group("ppo", PPOConfig)
     if ppo is None or ppo.environment is None:
         return
-    if run.writes("reward_audit"):
-        yield (
-            f"ppo.environment={ppo.environment}: audit_reward does not support rewards of episodes, because the audit "
-            "scores changed texts; leave audit_reward out"
-        )
     if run.samples_pairs:
         yield (
             f"ppo.environment={ppo.environment}: pairs of episodes cannot be sampled for a reward model; set "

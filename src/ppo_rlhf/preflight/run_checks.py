@@ -30,6 +30,7 @@ from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.ppo.precision import resolve_device
 from ppo_rlhf.ppo.run_setup import check_device, check_libraries
+from ppo_rlhf.preflight.audit_checks import check_audit
 from ppo_rlhf.preflight.function_checks import check_callbacks, check_environment, check_function, functions_of
 from ppo_rlhf.preflight.judge_checks import check_judges
 from ppo_rlhf.preflight.model_checks import MODEL_CHECKS, check_model, check_reward_model, check_scorer
@@ -99,7 +100,7 @@ def find_problems(run: RunRequest) -> list[str]:
         ask(check)
     for reference, prompts in functions_of(run).items():
         ask(check_function, reference, prompts)
-    for check in (check_judges, check_environment, check_callbacks):
+    for check in (check_audit, check_judges, check_environment, check_callbacks):
         ask(check)
     return list(dict.fromkeys(problems))
 

@@ -284,6 +284,16 @@ def remarks(
     return problems
 
 
+def say_holes(holes: Sequence[str]) -> list[str]:
+    """Return a sentence that names the holes that an audit found in the reward of the run; none without holes."""
+    if not holes:
+        return []
+    return [
+        f"The audit of this reward found {len(holes)} hole{'s' if len(holes) > 1 else ''}: it scores answers without "
+        f"worth ({', '.join(holes)}) above SFT's. Look for such answers in the samples."
+    ]
+
+
 def _costs(summary: Mapping[str, Any], distinct: Mapping[str, float] | None) -> list[str]:
     """Return a sentence on what PPO made worse, beside what it was trained for, by more than COSTLY."""
     costs, rise = [], math.expm1(summary.get("eval/reference_nll_change", 0.0))

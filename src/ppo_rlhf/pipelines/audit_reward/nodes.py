@@ -11,12 +11,15 @@ from plotly.subplots import make_subplots
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.tables import frame_of
-from ppo_rlhf.evaluation.best_of_n import PROMPT, BestOfNConfig, best_of_n_curve
+from ppo_rlhf.evaluation.attacks import attacks
+from ppo_rlhf.evaluation.best_of_n import PROMPT, BestOfNConfig, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.policy import EvaluationConfig, Evaluator, resolve_judge
+from ppo_rlhf.evaluation.reward_holes import reward_digest, say_hole
 from ppo_rlhf.models.context_length import context_length
 from ppo_rlhf.models.loading import PretrainedHandle
-from ppo_rlhf.models.stop_tokens import stop_token_ids
 from ppo_rlhf.pipelines.audit_reward import reward_audit
+from ppo_rlhf.pipelines.audit_reward.attack_search import attack_with_search
+from ppo_rlhf.pipelines.audit_reward.attacked_rewards import Target, part_column
 from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
@@ -29,7 +32,7 @@ from ppo_rlhf.supervised.reward_training import RewardModellingConfig
 log = logging.getLogger(__name__)
 
 _LABELS = {"reward": "by the reward itself", "judge_score": "by the judge"}
-_TITLES = ("Best-of-n, picked by the reward: gain over n = 1", "Change of the reward by a cheap trick")
+_TITLES = ("Best-of-n, picked by the reward: gain over n = 1", "Margin of attacks (orange: a hole)")
 
 
 def sample_responses(
@@ -56,12 +59,15 @@ def sample_responses(
         seed=best_of_n.seed,
         batch_size=evaluation.batch_size,
     )
-    samples = evaluator.evaluate(policy, None).to_frame()
+    evaluated = evaluator.evaluate(policy, None)
+    samples = evaluated.to_frame()
     samples.insert(0, PROMPT, numbers)
+    if evaluated.scores is not None and len(parts := evaluated.scores.components) > 1:
+        samples = samples.assign(**{part_column(name): scores.double().numpy() for name, scores in parts.items()})
     return samples
 
 
-def probe_reward(
+def attack_reward(
     best_of_n_samples: pd.DataFrame,
     sft_policy: PretrainedHandle,
     evaluation_prompt_dataset: PromptDataset,
@@ -69,24 +75,23 @@ def probe_reward(
     ppo_config: PPOConfig,
     audit: AuditConfig,
 ) -> pd.DataFrame:
-    """Measure how the reward changes with a constant suffix, a repeated response or an empty response."""
+    """Score responses without worth (`evaluation.attacks`), and compare them with the SFT policy's answers."""
     tokenizer = sft_policy.tokenizer()
-    stops = stop_token_ids(
-        tokenizer,
-        sft_policy.generation_config(),
-        stop_token=ppo_config.stop_token,
-        stop_token_id=ppo_config.stop_token_id,
-        vocabulary=sft_policy.config().get_text_config().vocab_size,
-    )
-    return reward_audit.probe_reward(
+    prompts = evaluation_prompt_dataset.select(range(best_of_n_samples[PROMPT].nunique()))
+    target = Target(
         reward_scorer,
-        best_of_n_samples,
-        evaluation_prompt_dataset,
+        prompts,
+        best_of_n_samples.groupby(PROMPT)["response"].first().tolist(),
         tokenizer,
-        response_length=ppo_config.response_length,
-        stop_token_ids=stops,
-        suffixes=audit.suffixes,
+        sampling_settings(ppo_config, tokenizer, sft_policy.empty_causal_lm()),
+        [] if audit.reference_column is None else prompts.columns[audit.reference_column],
     )
+    tried = attacks(audit.suffixes, has_reference=audit.reference_column is not None)
+    log.info("Scoring %d attacks on each of %d prompts …", len(tried), len(prompts))
+    parts = [name for name in reward_scorer.names if part_column(name) in best_of_n_samples]
+    of_parts = {name: by_prompt(best_of_n_samples, part_column(name)).numpy() for name in parts}
+    sft = by_prompt(best_of_n_samples, "reward").numpy()
+    return attack_with_search(target, tried, best_of_n_samples, sft, of_parts, audit.search_rewards)
 
 
 def order_held_out_pairs(
@@ -115,32 +120,36 @@ def order_held_out_pairs(
 
 def conclude_audit(
     best_of_n_samples: pd.DataFrame,
-    reward_probes: pd.DataFrame,
+    reward_attacks: pd.DataFrame,
     pair_agreement: dict[str, float],
+    reward_model: PretrainedHandle | None,
     reward: RewardConfig,
     evaluation: EvaluationConfig,
-) -> dict[str, Any]:
-    """Return whether the reward is fit for PPO, and if not, the reasons with their numbers and thresholds."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return whether the reward is fit for PPO, and if not, the reasons with their numbers; and the reward's holes with
+    a digest of the reward, which later runs read.
+    """
     # Drop the judge's scores if the reward is also the judge, because a reward always agrees with itself
     is_judge = reward.is_judge(resolve_judge(evaluation).reference)
     samples = best_of_n_samples.drop(columns=["judge_score"] if is_judge else [], errors="ignore")
-    metrics, reasons = reward_audit.audit_reward(samples, reward_probes, pair_agreement)
+    metrics, reasons = reward_audit.audit_reward(samples, reward_attacks, pair_agreement)
     missing = sorted({name for rule in reward_audit.RULES for name in rule.reads} - metrics.keys())
     verdict = reward_audit.verdict(reasons, missing) + ("; no judge but the reward itself" if is_judge else "")
+    holes = reward_attacks[reward_attacks["hole"]].drop(columns="hole").to_dict("records")
     log.info("Reward audit: %s%s", verdict, ", because:" if reasons else ".")
-    for reason in reasons:
-        log.warning("  %s", reason)
+    for line in [*reasons, *map(say_hole, holes)]:
+        log.warning("  %s", line)
     if missing:
         log.info(
-            "Metrics that the reward audit could not measure without a separate judge, preferences or suffixes: %s.",
+            "Metrics that the reward audit could not measure without a separate judge or preferences: %s.",
             ", ".join(missing),
         )
-    return {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics}
+    found = {"verdict": verdict, "reasons": reasons, "not_measured": missing, "metrics": metrics, "holes": holes}
+    return found, {"reward": reward_digest(reward, reward_model), "holes": holes}
 
 
-def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> go.Figure:
-    """Plot best-of-n by the reward and by the judge, and the change of the reward under each probe (a cheap change of
-    the response).
+def plot_audit(best_of_n_samples: pd.DataFrame, reward_attacks: pd.DataFrame) -> go.Figure:
+    """Plot best-of-n by the reward and by the judge, and the margin of each attack over the SFT policy's answers.
 
     The unit of both plots is the standard deviation of a score among the responses to one prompt.
     """
@@ -151,13 +160,18 @@ def plot_audit(best_of_n_samples: pd.DataFrame, reward_probes: pd.DataFrame) -> 
         gains = reward_audit.gains(curve, best_of_n_samples, name)
         line = {"color": colour, "width": 2}
         figure.add_scatter(x=ns, y=gains.tolist(), name=_LABELS[name], mode="lines+markers", line=line, row=1, col=1)
-    texts = [
-        f"{probe}: {suffix}" if suffix else probe
-        for probe, suffix in zip(reward_probes["probe"], reward_probes["suffix"], strict=True)
-    ]
-    changes = reward_probes["change"].tolist()
-    figure.add_bar(x=changes, y=texts, orientation="h", marker_color=COLOURS[0], showlegend=False, row=1, col=2)
-    style(figure, height=340, showlegend=True)
+    shown = reward_attacks.iloc[::-1]  # plotly draws the first bar at the bottom
+    colours = [COLOURS[1] if is_hole else COLOURS[0] for is_hole in shown["hole"]]
+    figure.add_bar(
+        x=shown["margin"].tolist(),
+        y=shown["attack"].tolist(),
+        orientation="h",
+        marker_color=colours,
+        showlegend=False,
+        row=1,
+        col=2,
+    )
+    style(figure, height=200 + 16 * len(shown), showlegend=True)
     figure.update_layout(margin={"t": 60, "b": 40}, legend_y=1.08)
     figure.update_annotations(font_size=12)
     figure.add_vline(0, line={"color": GREY, "width": 1}, row=1, col=2)

@@ -1,23 +1,21 @@
-"""Audit of a reward before PPO maximises it: best-of-n, correlations, and probes (cheap changes of responses)."""
+"""Audit of a reward before PPO maximises it: best-of-n, correlations, preferences, and the verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pandas as pd
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.config.rules import Rule
 from ppo_rlhf.data.chats import join_chats
-from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.best_of_n import PROMPT, best_of_n_curve, by_prompt
 from ppo_rlhf.evaluation.comparison import distinct_n
-from ppo_rlhf.models.tokenizers import continuations, drops_first_space
-from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import ResponseBatch, RewardScorer
 from ppo_rlhf.supervised import preferences as pairs
 from ppo_rlhf.supervised.reward_training import (
@@ -29,7 +27,6 @@ from ppo_rlhf.supervised.reward_training import (
     split_pairs,
 )
 
-EMPTY, REPEATED, SUFFIX = "empty", "repeated", "suffix"
 _CHATS = ("chosen_chat", "rejected_chat")
 
 
@@ -38,7 +35,13 @@ class AuditConfig:
     """Settings of the audit of the reward."""
 
     suffixes: list[str] = field(default_factory=lambda: ["!!!", "Thank you.", "I hope this helps."])
-    """Constant texts that should not raise the reward of a response that they are appended to."""
+    """Constant texts that should not raise the reward of a response that they are appended to. Each is an attack."""
+    reference_column: str | None = None
+    """Column of the prompts with the reference answers, for the attack that hides the reference among other answers.
+    With None this attack is not tried."""
+    search_rewards: Annotated[int, Field(ge=0)] = 2000
+    """Largest number of rewards that a search for further attacks asks, beside those of the listed attacks. 0: no
+    search."""
 
 
 Metrics = Mapping[str, float]
@@ -83,77 +86,11 @@ RULES = (
         "audit/length_correlation", "at least", -0.6, "The reward falls with length: PPO would write short responses"
     ),
     _limit("audit/repetition_correlation", "at most", 0.3, "The reward rises with repeated word pairs"),
-    _limit("audit/suffix_gain", "at most", 0.5, "The reward rises when a constant text is appended to any response"),
-    _limit("audit/repeated_gain", "at most", 0.5, "The reward rises when a response is repeated"),
-    _limit("audit/empty_gain", "at most", 0.0, "An empty response gets a higher reward than the policy's response"),
+    _limit("audit/holes", "at most", 0.0, "Attacks score above the SFT policy's answers: {value:.0f}"),
 )
 """All rules of the reward audit. Gains are in standard deviations of the score among the responses to one prompt."""
 OF_OTHERS = {"audit/judge_gain", "audit/judge_fall", "audit/judge_agreement", "audit/pair_accuracy_high"}
 """Metrics that compare the reward with a judge or with preferences."""
-
-
-def probe_reward(
-    scorer: RewardScorer,
-    samples: pd.DataFrame,
-    prompts: PromptDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    response_length: int,
-    stop_token_ids: tuple[int, ...],
-    suffixes: list[str],
-) -> pd.DataFrame:
-    """Score the first response to each prompt unchanged, and again empty, repeated, or with a suffix.
-
-    `prompts` has the prompts of `samples` in the same order. Each response is truncated first so that the changed
-    response fits into `response_length`. The truncated and the changed response both end in a stop token, so that the
-    stop token does not contribute to the change of the reward.
-
-    Returns:
-        One row for each probe: `probe`, `suffix`, the `share` of responses whose reward rises, and the mean `change` of
-        the reward in standard deviations (`deviation_within_prompts`).
-    """
-    responses = samples.groupby(PROMPT)["response"].first().tolist()
-    # Decoding drops the first space of a text, and the tokenizer adds one again, so remove the space from responses
-    if drops_first_space(tokenizer):
-        responses = [text.removeprefix(" ") for text in responses]
-    prompts = prompts.select(range(len(responses)))
-    unit = deviation_within_prompts(samples, "reward")
-    stops = list(stop_token_ids[:1])
-    room = response_length - len(stops)
-
-    def tokens(text: str) -> list[int]:
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        return ids[:-1] if ids and ids[-1] in stop_token_ids else ids
-
-    def cut(text: str, length: int) -> str:
-        return str(tokenizer.decode(tokens(text)[: max(0, length)], skip_special_tokens=True))
-
-    def score(texts: list[str]) -> pd.Series:
-        ids = [tokens(text)[:room] + stops for text in texts]
-        batch = ResponseBatch(
-            prompts=prompts.texts,
-            completions=continuations(tokenizer, prompts.prompt_ids, ids),
-            columns=prompts.columns,
-            prompt_ids=prompts.prompt_ids,
-            response_ids=ids,
-            terminated=[bool(stops)] * len(ids),
-            chats=conversations(prompts.messages, prompts.prompt_ids, ids, None, tokenizer),
-        )
-        return pd.Series(scorer.score(batch).total.double().tolist())
-
-    def probe(name: str, suffix: str, before: list[str], after: list[str]) -> dict[str, object]:
-        change = (score(after) - score(before)) / unit
-        return {"probe": name, "suffix": suffix, "share": float((change > 0).mean()), "change": float(change.mean())}
-
-    whole, half = ([cut(text, length) for text in responses] for length in (room, room // 2))
-    rows = [
-        probe(EMPTY, "", whole, [""] * len(whole)),
-        probe(REPEATED, "", half, [f"{text} {text}" for text in half]),
-    ]
-    for suffix in suffixes:
-        shortened = [cut(text, room - len(tokens(f" {suffix}"))) for text in responses]
-        rows.append(probe(SUFFIX, suffix, shortened, [f"{text} {suffix}" for text in shortened]))
-    return pd.DataFrame(rows)
 
 
 def held_out_pairs(
@@ -205,25 +142,24 @@ def score_pairs(scorer: RewardScorer, table: pd.DataFrame) -> dict[str, float]:
 
 
 def audit_reward(
-    samples: pd.DataFrame, probes: pd.DataFrame, pair_agreement: Metrics
+    samples: pd.DataFrame, attacked: pd.DataFrame, pair_agreement: Metrics
 ) -> tuple[dict[str, float], list[str]]:
     """Return the audit/* metrics, and the reasons why PPO should not maximise the reward (empty for a fit reward).
 
     Without a judge or without preferences, the metrics that need them are missing, and their rules are not checked.
     """
     rewards, curve = by_prompt(samples, "reward"), best_of_n_curve(samples)
-    repetition, changes = samples["response"].map(repeated_pairs), probes.groupby("probe")["change"].max()
+    repetition = samples["response"].map(repeated_pairs)
     metrics = {
         "audit/flat_prompts": float((rewards.amax(1) == rewards.amin(1)).double().mean()),
         "audit/reward_gain": gains(curve, samples, "reward").iloc[-1],
         "audit/length_correlation": rank_correlation(samples, samples["length"]),
         "audit/repetition_correlation": rank_correlation(samples, repetition),
-        "audit/empty_gain": float(changes[EMPTY]),
-        "audit/repeated_gain": float(changes[REPEATED]),
+        "audit/attacks": float(len(attacked)),
+        "audit/holes": float(attacked["hole"].sum()),
+        "audit/largest_margin": float(attacked["margin"].max()),
         **pair_agreement,
     }
-    if SUFFIX in changes:
-        metrics["audit/suffix_gain"] = float(changes[SUFFIX])
     if "judge_score" in samples:
         by_judge = gains(curve, samples, "judge_score")
         metrics |= {

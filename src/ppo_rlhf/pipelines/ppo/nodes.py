@@ -24,6 +24,7 @@ from ppo_rlhf.evaluation.comparison import check_right_or_wrong
 from ppo_rlhf.evaluation.during_training import evaluator_of
 from ppo_rlhf.evaluation.exploitation import check_evaluated_prompts
 from ppo_rlhf.evaluation.policy import EvaluationConfig, PolicyEvaluation, resolve_judge
+from ppo_rlhf.evaluation.reward_holes import holes_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.origins import CRITIC
 from ppo_rlhf.models.trained_model import TrainedModel
@@ -157,6 +158,11 @@ def initialise_training_state(
     return state
 
 
+def read_audit(audited_holes: dict[str, Any], reward_model: PretrainedHandle | None, reward: RewardConfig) -> list[str]:
+    """Return the attacks that the audit found to be holes of this reward; empty if no audit ran."""
+    return holes_of(audited_holes, reward, reward_model)
+
+
 def evaluate_reference_policy(
     policy: TrainedModel,
     reference_policy: PreTrainedModel,
@@ -248,6 +254,7 @@ def evaluate_iteration(
     reference_policy: PreTrainedModel,
     reference_evaluation: PolicyEvaluation,
     earlier_evaluations: list[dict[str, Any]],
+    reward_holes: list[str],
     evaluation_prompt_dataset: PromptDataset,
     reward_scorer: RewardScorer,
     reward: RewardConfig,
@@ -279,6 +286,7 @@ def evaluate_iteration(
         by_trained_reward=reward.is_judge(judge.reference),
         is_greedy=evaluation.temperature == 0.0,
         on_exploitation=evaluation.on_exploitation,
+        holes=reward_holes,
     )
     return row
 

@@ -11,7 +11,7 @@ def create_pipeline() -> Pipeline:
 
     ```
     configure_ppo, prepare_prompts, load_sft_policy, load_reward_model,
-    initialise_training_state, evaluate_reference_policy                                          run once
+    initialise_training_state, read_audit, evaluate_reference_policy                              run once
       ┌ generate_rollouts → score_responses → shape_rewards → estimate_advantages
       │        → show_tokens, list_completions
       │        → optimise_policy → evaluate_iteration ┐                                           tag: iteration
@@ -23,7 +23,7 @@ def create_pipeline() -> Pipeline:
     sampled = ["training_state", "reference_policy", "prompt_dataset"]
     models = ["policy", "reference_policy", "reward_scorer"]
     exported = ["next_training_state", "reward_model", "params:reward", "params:evaluation"]
-    before = ["reference_evaluation", "earlier_evaluations"]
+    before = ["reference_evaluation", "earlier_evaluations", "reward_holes"]
     once_before = [
         named(nodes.configure_ppo, "params:ppo", "ppo_config"),
         named(
@@ -43,6 +43,7 @@ def create_pipeline() -> Pipeline:
             [*models, "prompt_dataset", "ppo_config", "pretrained_critic", "resume_checkpoint"],
             "training_state",
         ),
+        named(nodes.read_audit, ["audited_holes", "reward_model", "params:reward"], "reward_holes"),
         named(
             nodes.evaluate_reference_policy,
             ["policy", "reference_policy", *evaluated, "ppo_config", "params:evaluation"],

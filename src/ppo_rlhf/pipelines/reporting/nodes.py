@@ -21,12 +21,13 @@ from ppo_rlhf.checkpoints.training_record import settings_of_training
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.config.parameter_groups import parameter_group
 from ppo_rlhf.evaluation.policy import JUDGE_COLUMN, EvaluationConfig, PolicyEvaluation
+from ppo_rlhf.evaluation.reward_holes import holes_of
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.people.win_rate import is_policy_of
 from ppo_rlhf.reporting import charts
 from ppo_rlhf.reporting.report_page import render_page, training_note
 from ppo_rlhf.reporting.token_view import TokenSamples, render_view
-from ppo_rlhf.reporting.wording import headline, remarks, say_verdict, table_rows
+from ppo_rlhf.reporting.wording import headline, remarks, say_holes, say_verdict, table_rows
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import handles_of, reward_model_accuracy
 from ppo_rlhf.runtime.names import env_option
@@ -68,6 +69,7 @@ def write_report(
     sft_evaluation: pd.DataFrame,
     ppo_evaluation: pd.DataFrame,
     human_evaluation: dict[str, Any],
+    audited_holes: dict[str, Any],
     ppo_policy: PretrainedHandle,
     sft_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
@@ -93,7 +95,10 @@ def write_report(
         verdict=say_verdict(evaluation_summary["verdict"]),
         headline=f"{headline(evaluation_summary)}{by_people}",
         win_rate=[evaluation_summary[f"eval/win_rate{end}"] for end in ("", "_low", "_high")],
-        remarks=remarks(evaluation_summary, before_after, accuracy),
+        remarks=[
+            *remarks(evaluation_summary, before_after, accuracy),
+            *say_holes(holes_of(audited_holes, reward, reward_model)),
+        ],
         measures=table_rows(before_after),
         reward_model_accuracy=accuracy,
         score_label=score_label,
@@ -113,6 +118,7 @@ def print_summary(
     report: str,
     evaluation_summary: dict[str, Any],
     before_after: pd.DataFrame,
+    audited_holes: dict[str, Any],
     ppo_policy: PretrainedHandle,
     reward_model: PretrainedHandle | None,
     reward: RewardConfig,
@@ -126,7 +132,10 @@ def print_summary(
         rich.get_console() if is_main_process() else Console(quiet=True),
         f"{say_verdict(evaluation_summary['verdict'])}. {headline(evaluation_summary)}",
         before_after,
-        remarks(evaluation_summary, before_after, reward_model_accuracy(reward_model, reward)),
+        [
+            *remarks(evaluation_summary, before_after, reward_model_accuracy(reward_model, reward)),
+            *say_holes(holes_of(audited_holes, reward, reward_model)),
+        ],
         [("Report", reporting.report_path), *_next_steps(ppo_policy, reporting)],
     )
 

@@ -21,12 +21,21 @@ def create_pipeline() -> Pipeline:
         named(nodes.plot_scores, evaluations, "score_distribution_plot"),
         named(
             nodes.write_report,
-            ["training_history", *result, *samples, *evaluations, "human_evaluation", *models, *settings],
+            [
+                "training_history",
+                *result,
+                *samples,
+                *evaluations,
+                "human_evaluation",
+                "audited_holes",
+                *models,
+                *settings,
+            ],
             "report",
         ),
         named(
             nodes.print_summary,
-            ["report", *result, "ppo_policy", "reward_model", "params:reward", "params:reporting"],
+            ["report", *result, "audited_holes", "ppo_policy", "reward_model", "params:reward", "params:reporting"],
             None,
         ),
     )
