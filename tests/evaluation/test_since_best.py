@@ -91,7 +91,7 @@ def test_scores_of_other_prompts_are_never_compared(scores):
     """NumPy would compare a single score with each of the four."""
     sft = evaluation([0, 0, 0, 0], [1, 1, 1, 1])
     earlier = [{"iteration": 20.0, "eval/reward": 0.0, SCORES: scores}]
-    with pytest.raises(CheckpointError, match=rf"^evaluations\.json: iteration 20 has {np.size(scores)} scores, .* 4;"):
+    with pytest.raises(CheckpointError, match=rf"^metrics\.jsonl: iteration 20 has {np.size(scores)} scores, .* 4;"):
         since_best(sft, sft, earlier)
 
 

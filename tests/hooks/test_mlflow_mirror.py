@@ -257,7 +257,8 @@ def test_resuming_is_advised_only_if_the_run_is_there_with_a_checkpoint(
         (folder / "iteration_000001").mkdir()
     if left != "no run":
         refusals.append("disk is full")
-    log = RunLog("a" * 32 if left == "no run" else run_id, Pipeline([]), DataCatalog({}), folder=folder)  # `mlflow gc`
+    known = "a" * 32 if left == "no run" else run_id  # `mlflow gc` deletes a run for good
+    log = RunLog(known, Pipeline([]), DataCatalog({}), folder=folder, can_resume=True)
     metrics_of(folder).append(ITERATION, 1, {"a": 1.0})
     assert not log.close(is_finished=False)
     line = caplog.messages[-1]

@@ -214,7 +214,7 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
     place = {"checkpoints": toy.get(killed).data.tags["checkpoints"]}
     alive, elsewhere = toy.left(**place), toy.left(**place)
     below = toy.left(**{"mlflow.parentRunId": killed})
-    (toy.root / elsewhere).rmdir()  # its folder is on another host
+    shutil.rmtree(toy.root / elsewhere)  # its folder is on another host
     newer = 4_000_000_000  # later than the run's start
     os.utime(toy.root / killed, (newer, newer))
     with caplog.at_level(logging.INFO), held_by_another_process(toy.root / alive / "run.lock"):

@@ -143,11 +143,12 @@ def _own_runs(all_runs: Iterable[Run], project: Path, homes: Iterable[Path]) -> 
     experiments = sorted({each.run.info.experiment_id for each in own.values()})
     logged = mlflow.search_logged_models(experiments, output_format="list") if experiments else []
     for each in own.values():
-        ids = [run.info.run_id for run in (each.run, *each.below)]
+        ids, own_folder = [run.info.run_id for run in (each.run, *each.below)], each.record.folder
         uris = [run.info.artifact_uri for run in (each.run, *each.below)]
         uris += [model.artifact_location for model in logged if model.source_run_id in ids]
-        left = [*each.record.writes, *map(_artifacts, uris), *(home / run_id for home in homes for run_id in ids)]
-        for folder in [*left, each.record.folder]:
+        of_runs = sorted(home / run_id for home in homes for run_id in ids)
+        left = [*each.record.writes, *map(_artifacts, uris), *(folder for folder in of_runs if folder != own_folder)]
+        for folder in [*left, own_folder]:
             if folder.is_dir() and not any(folder.samefile(other) for other in each.folders):
                 each.folders.append(folder)
     return own

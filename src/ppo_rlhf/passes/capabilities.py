@@ -97,7 +97,7 @@ def has_finite_gradients(backbone: PreTrainedModel, compute: Callable[[], Tensor
 
     handles = [weight.register_post_accumulate_grad_hook(check) for weight in trained]
     try:
-        with _embedded(backbone) as embedded, torch.enable_grad():
+        with _embedded(backbone, lets_padding_go=True) as embedded, torch.enable_grad():
             total = compute().sum()
             if any(weight.requires_grad for weight in backbone.get_input_embeddings().parameters()):
                 handles += [each.register_post_accumulate_grad_hook(check) for each in embedded]
@@ -110,15 +110,23 @@ def has_finite_gradients(backbone: PreTrainedModel, compute: Callable[[], Tensor
 
 
 @contextmanager
-def _embedded(backbone: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Cut the graph behind the embedding within the block, and list its outputs, as leaves that get gradients."""
+def _embedded(backbone: PreTrainedModel, *, lets_padding_go: bool = False) -> Iterator[list[Tensor]]:
+    """Cut the graph behind the embedding within the block, and list its outputs, as leaves that get gradients.
+
+    With `lets_padding_go` the gradient of the padding token's embedding is 0, as torch makes that of its weight
+    (`padding_idx`).
+    """
     embedded: list[Tensor] = []
+    embedding = backbone.get_input_embeddings()
+    padding = getattr(embedding, "padding_idx", None) if lets_padding_go else None
 
-    def keep(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    def keep(_module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
-        return embedded[-1].clone()  # return a clone, because some models scale their embeddings in place
+        if padding is None:
+            return embedded[-1].clone()  # return a clone, because some models scale their embeddings in place
+        return torch.where((args[0] == padding)[..., None], output.detach(), embedded[-1])
 
-    handle = backbone.get_input_embeddings().register_forward_hook(keep)
+    handle = embedding.register_forward_hook(keep)
     try:
         yield embedded
     finally:
