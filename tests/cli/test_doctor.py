@@ -63,7 +63,7 @@ def test_a_fresh_project_passes_and_the_store_need_not_exist_yet(kedro: Kedro, p
     found = examined(kedro, project, "--env", "demo", exit_code=0)
     assert {level for level, _ in found} == {"ok"}
     assert {part for _, part in found} == {"Versions", "Device", "MLflow", "Settings", "Memory"}
-    assert found["ok", "Settings"][0].startswith("`kedro run --env demo`, 33 nodes.")
+    assert found["ok", "Settings"][0].startswith("`kedro run --env demo`, 34 nodes.")
     built = Version(torch.__version__)  # PyPI's CUDA build says 2.14.1+cu130 and is installed as 2.14.1
     assert f"torch {built.public}" in found["ok", "Versions"][0]
 

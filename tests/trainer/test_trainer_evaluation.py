@@ -53,6 +53,7 @@ def pipelines_rows(sft: str, judge: str | None, resume: Path | None = None, **se
         "raw_evaluation_prompts": table_of({"prompt": HELD_OUT}),
         "sft_policy": PretrainedHandle(sft),
         "resume_checkpoint": resume,
+        "audited_holes": {},
     }
     rows: list[dict[str, Any]] = []
 
