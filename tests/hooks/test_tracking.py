@@ -619,6 +619,21 @@ def test_a_report_drawn_anew_is_no_run_of_its_own():
     assert loader["mlflow"]["tracking"]["disable_tracking"]["pipelines"] == ["reporting"]
 
 
+def test_of_two_first_runs_of_a_project_the_later_one_takes_the_experiment_that_the_other_has_created(
+    kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    create = mlflow.MlflowClient.create_experiment
+
+    def is_late(client: mlflow.MlflowClient, name: str, *given: Any, **options: Any) -> str:
+        create(client, name, *given, **options)  # by the other run, after this one looked for the experiment
+        return create(client, name, *given, **options)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_experiment", is_late)
+    result = kedro(toy_project, "run")
+    assert result.exit_code == 0, result.output
+    assert last_run(toy_project).info.status == "FINISHED"
+
+
 @pytest.mark.slow
 def test_system_metrics_are_a_setting_of_mlflow_yml(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")

@@ -21,6 +21,8 @@ from kedro_mlflow.config.resolvers import resolve_random_name
 from kedro_mlflow.framework.hooks.mlflow_hook import MlflowHook
 from mlflow.entities import RunStatus, RunTag
 from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from omegaconf import OmegaConf
 from pydantic import ValidationError
@@ -175,7 +177,12 @@ class TrackingHook(MlflowHook):
                     self._uri(), self.mlflow_config.tracking.experiment.create_experiment_kwargs.artifact_location
                 )
         with name_slow_store(self._uri()), store_errors_as_config_errors(self._complaint("cannot be used")):
-            super().after_context_created(self._context)
+            try:
+                super().after_context_created(self._context)
+            except MlflowException as error:
+                if error.error_code != ErrorCode.Name(RESOURCE_ALREADY_EXISTS):
+                    raise
+                super().after_context_created(self._context)  # another run has just created the experiment
         check_artifacts(self.mlflow_config.tracking.experiment)
         if GIVEN_URI and GIVEN_URI.rstrip("/") != self._uri().rstrip("/"):
             logger.warning("MLFLOW_TRACKING_URI is not used, because mlflow.yml sets server.mlflow_tracking_uri.")
