@@ -83,7 +83,9 @@ def run(project: Path, params: str, killed: Moment | None = None) -> Run:
 
 def state(run: Run) -> dict[str, Any]:
     """Return what the newest checkpoint says beside its tensors."""
-    return dict(json.loads((max(run.folder.glob("iteration_*")) / "state.json").read_text()))
+    stored = dict(json.loads((max(run.folder.glob("iteration_*")) / "state.json").read_text()))
+    del stored["metrics"]  # the length of metrics.jsonl, whose lines have seconds
+    return stored
 
 
 def assert_equal(resumed: Run, whole: Run) -> None:
@@ -110,7 +112,7 @@ def test_a_stop_at_exploitation_that_was_killed_at_each_step_exports_the_policy_
     assert state(before)["iteration"] == end - 1
     # After the evaluation of iteration end - 1, which is made up for, and of the iteration that decides to stop
     decided = run(project, params, ("SIGKILL", "evaluation_metrics", 2))
-    assert (state(decided)["iteration"], state(decided).get("restore_best")) == (end, None)
+    assert (state(decided)["iteration"], state(decided)["restore_best"]) == (end, False)
     restored = run(project, params, ("SIGKILL", "ppo.export_policy", 1))
     assert state(restored)["restore_best"] is True
     resumed = run(project, params)
