@@ -44,7 +44,7 @@ class Noting(RunControl):
 class Saver:
     """A checkpointer that only records its calls."""
 
-    has_folder = True
+    can_save = True
 
     def __init__(self, control: Noting) -> None:
         self._control, self.is_saved, self.left = control, True, None

@@ -356,7 +356,7 @@ def test_in_a_loop_of_ones_own_callbacks_are_refused():
         trainer.step([], [], [])
 
 
-SAVED: Any = SimpleNamespace(is_saved=True, has_folder=True, save=lambda: None)
+SAVED: Any = SimpleNamespace(is_saved=True, can_save=True, save=lambda: None)
 """Stands for a checkpointer that has saved the iteration."""
 
 

@@ -193,7 +193,7 @@ class Callbacks:
         self._control.should_save = self._control.should_evaluate = False
         self._call("on_step_end")
         self._log(ITERATION, metrics)
-        if self._checkpointer.is_saved and self._checkpointer.has_folder:
+        if self._checkpointer.is_saved and self._checkpointer.can_save:
             self._call("on_save")
         self._progress.requests.evaluate = self._control.should_evaluate
         self._settle()
@@ -228,7 +228,7 @@ class Callbacks:
     def save(self) -> None:
         """Save the current iteration, whether or not a checkpoint is due, and call `on_save`."""
         self._checkpointer.save()
-        if self._checkpointer.has_folder:
+        if self._checkpointer.can_save:
             self._call("on_save")
 
     def end(self) -> None:

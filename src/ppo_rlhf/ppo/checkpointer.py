@@ -37,7 +37,7 @@ class Checkpointer:
         self._record()
 
     @property
-    def has_folder(self) -> bool:
+    def can_save(self) -> bool:
         """Whether the run saves checkpoints."""
         return self._write is not None
 

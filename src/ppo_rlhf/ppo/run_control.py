@@ -53,7 +53,7 @@ class RunControl(ABC):
         self.progress, self.callbacks, self.checkpointer = progress, callbacks, checkpointer
         self._keeps_best = keeps_best
         self.grace_s: float | None = progress.config.shutdown_grace_s  # None: without limit
-        self._saving = " and saving it" if checkpointer.has_folder else ""
+        self._saving = " and saving it" if checkpointer.can_save else ""
         # In a `stoppable` block: what the block does, and the number of iterations that were complete when it began
         self._block: tuple[str, int] | None = None
         self._is_long_said = False
@@ -160,7 +160,7 @@ class RunControl(ABC):
         is_alone = processes.process_count() == 1
         where, limit = "", grace(signum, self.grace_s)
         kept = f"iteration {progress.iteration} is saved" if progress.iteration else "no iteration is complete"
-        kept = kept if self.checkpointer.has_folder else "nothing is saved, as there is no folder"
+        kept = kept if self.checkpointer.can_save else "nothing is saved, as there is no folder"
         if not is_alone:
             where = ", where the processes next meet"
             kept += f" if they meet within {limit:.0f} s" if limit is not None and progress.iteration else ""
