@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from ppo_rlhf.runtime.metrics_file import (
     ITERATION,
     Mark,
     MetricsFile,
-    as_json,
     metrics_of,
     read_lines,
     read_lines_until,
@@ -145,7 +145,7 @@ def test_the_length_is_given_once_the_file_is_on_the_disk(tmp_path: Path, monkey
     mark = file.mark()
     assert synced == [mark.bytes] == [file.path.stat().st_size]
     assert mark.sha256 == json.loads(file.path.read_bytes().splitlines()[-1])["sha256"]
-    assert Mark(**json.loads(json.dumps(as_json(mark)))) == mark
+    assert Mark(**json.loads(json.dumps(asdict(mark)))) == mark
 
 
 # --- a kill, and a full disk -----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ppo_rlhf.ppo.optimisers import load_moments, saved_moments
 from ppo_rlhf.ppo.progress import Progress
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.runtime.manifests import MANIFEST, read_json
-from ppo_rlhf.runtime.metrics_file import ITERATION, METRICS, Mark, as_json, metrics_of, read_lines_until
+from ppo_rlhf.runtime.metrics_file import ITERATION, METRICS, Mark, metrics_of, read_lines_until
 
 _OF_PROGRESS = ("iteration", "episode")
 _OF_LEARNER = ("optimiser_steps", "skipped_steps", "skipped_in_a_row")
@@ -85,7 +85,7 @@ def read_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     learner, progress, directory = state.learner, state.progress, checkpoint.directory
     values = checkpoint.json(STATE)
     _check_numbers(checkpoint, values)
-    history = _history(checkpoint, mark_of(checkpoint.directory, checkpoint.directory.parent))
+    history = _history(checkpoint, _mark(directory, values))
     progress.updating = True
     with _naming(directory):
         read_models(checkpoint, learner)
@@ -117,15 +117,15 @@ def mark_of(checkpoint: Path | None, folder: Path) -> Mark:
     """
     if checkpoint is None or checkpoint.parent.resolve() != folder.resolve():
         return Mark()
-    with _naming(checkpoint):
-        return _mark(read_json(checkpoint / STATE))
+    return _mark(checkpoint, read_json(checkpoint / STATE))
 
 
-def _mark(values: Any) -> Mark:
+def _mark(directory: Path, values: Any) -> Mark:
+    """Return the length of metrics.jsonl that a checkpoint stores; `values` is the content of state.json."""
     try:
         return Mark(int(values["metrics"]["bytes"]), str(values["metrics"]["sha256"]))
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{STATE}: its metrics are no length of {METRICS} ({error!r})") from None
+        raise CheckpointError(f"{directory}: {STATE}: its metrics are no length of {METRICS} ({error!r})") from None
 
 
 def _history(checkpoint: Checkpoint, mark: Mark) -> list[dict[str, float]]:
@@ -242,7 +242,7 @@ def _write_state(directory: Path, state: TrainingState, metrics: Mark) -> None:
         "extra": state.extra_state(),
         "config": dataclasses.asdict(state.config),
         "batch_size": state.config.batch_size,
-        "metrics": as_json(metrics),
+        "metrics": dataclasses.asdict(metrics),
         "origin": state.origin,
         "ended": progress.requests.end,
         "restore_best": progress.requests.restore_best,

@@ -79,12 +79,15 @@ class MlflowMirror:
             if line.end.bytes <= self._metrics.bytes:
                 self._repeats |= {(line.kind, line.step, key) for key in self._charts(line)}
         self._repeats = {each for each in self._repeats if each[0] not in anew}
-        self._metrics, self._files = (min(each, mark, key=lambda m: m.bytes) for each in (self._metrics, self._files))
+        self._metrics, self._files = min(self._metrics, mark), min(self._files, mark)
         self._write()
 
-    def wake(self) -> None:
-        """Send what metrics.jsonl has and MLflow lacks, in the thread."""
-        self._send()
+    def wake(self) -> threading.Thread:
+        """Send what metrics.jsonl has and MLflow lacks, in a thread, which is returned."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="metrics to MLflow", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def flush(self, patience: float) -> bool:
         """Wait at most `patience` seconds until MLflow has everything; return whether it has."""
@@ -92,14 +95,14 @@ class MlflowMirror:
         # Send twice: MLflow may refuse a batch, and a line may be written just as the sending thread ends
         for _ in range(2):
             if self._is_behind():
-                self._send().join(max(0.0, end - time.monotonic()))
+                self.wake().join(max(0.0, end - time.monotonic()))
         return not self._is_behind()
 
     def close(self, patience: float, *, can_resume: bool) -> bool:
         """Flush for the last time, warn about what MLflow lacks, and return whether it has everything."""
         if self.flush(patience):
             return True
-        lacking = list(read_lines(self._path, min(self._metrics, self._files, key=lambda mark: mark.bytes)))
+        lacking = list(self._behind())
         logger.warning(
             "MLflow lacks %d lines of %s, from %s %d on, of run %s: %s.%s",
             len(lacking),
@@ -112,14 +115,11 @@ class MlflowMirror:
         )
         return False
 
-    def _is_behind(self) -> bool:
-        return next(read_lines(self._path, min(self._metrics, self._files, key=lambda m: m.bytes)), None) is not None
+    def _behind(self) -> Iterator[Line]:
+        return read_lines(self._path, min(self._metrics, self._files))
 
-    def _send(self) -> threading.Thread:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="metrics to MLflow", daemon=True)
-            self._thread.start()
-        return self._thread
+    def _is_behind(self) -> bool:
+        return next(self._behind(), None) is not None
 
     def _work(self) -> None:
         try:

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ ITERATION, EVALUATION = "iteration", "evaluation"
 _DIGEST = ', "sha256": "'
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Mark:
-    """A length of the file: the bytes up to the end of a line, and the digest of that line."""
+    """A length of the file: the bytes up to the end of a line, and the digest of that line. Shorter ones are less."""
 
     bytes: int = 0
     sha256: str = ""
@@ -216,8 +216,3 @@ def read_lines_until(path: Path, mark: Mark) -> Iterator[Line]:
             f"{path}: is not the file that the checkpoint's run wrote, whose first {mark.bytes} bytes belong to the "
             "checkpoint. Give the checkpoint in the folder of its own run, with that file"
         )
-
-
-def as_json(mark: Mark) -> dict[str, Any]:
-    """Return a mark as a checkpoint stores it."""
-    return asdict(mark)
