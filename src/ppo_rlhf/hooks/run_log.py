@@ -193,13 +193,13 @@ class RunLog:
         """Send the samples of an iteration, if there are any: the table of completions, and the page of tokens."""
         if line.kind != ITERATION:
             return
-        files = sorted((self._folder / COMPLETIONS).glob("*.jsonl"))
-        mine = [number for number, file in enumerate(files) if file.stem == checkpoint_name(line.step)]
-        for number in mine:
-            part = number // ITERATIONS_PER_TABLE
+        own = self._folder / COMPLETIONS / f"{checkpoint_name(line.step)}.jsonl"
+        if own.is_file():
+            files = sorted(own.parent.glob("*.jsonl"))
+            part, row = divmod(files.index(own), ITERATIONS_PER_TABLE)
             path = f"samples_{part + 1}.json" if part else "samples.json"
-            first = part * ITERATIONS_PER_TABLE
-            log_table(client, self._run_id, _table(files[first : number + 1]), path)
+            of_part = files[part * ITERATIONS_PER_TABLE :][: row + 1]
+            log_table(client, self._run_id, _table(of_part), path)
         page = self._folder / _page_of(line.step)
         if page.is_file():
             client.log_artifact(self._run_id, str(page), page.parent.name)
@@ -260,10 +260,8 @@ class RunLog:
             self._write(JUDGES, judge_counts(), self._iteration)
         except CheckpointError as error:  # the disk may be what ended the run
             logger.warning("%s", error)
-        for name in HISTORIES if is_finished else ():  # of stages that a resumed run left out
-            if name in self._outputs and (stored := self._catalog.get(name)) is not None and stored.exists():
-                self._stages |= {(key, line.step) for line in read_lines(self._metrics.path) for key in line.metrics}
-                self._write_rows(stored.load())
+        if is_finished:
+            self._write_left_out()
         for line in judges_in_words():
             logger.info("%s", line)
         can_resume = self._can_resume and bool(checkpoint_iterations(self._folder))
@@ -272,6 +270,15 @@ class RunLog:
         if self._temporary is not None:
             self._temporary.cleanup()
         return has_everything
+
+    def _write_left_out(self) -> None:
+        """Record the metrics of stages that a resumed run left out."""
+        entries = [self._catalog.get(name) for name in HISTORIES if name in self._outputs]
+        stored = [entry for entry in entries if entry is not None and entry.exists()]
+        if stored:
+            self._stages |= {(key, line.step) for line in read_lines(self._metrics.path) for key in line.metrics}
+        for entry in stored:
+            self._write_rows(entry.load())
 
     def log_advice(self, environment: str | None = None) -> None:
         """Log which settings to change first, by the rules of docs/tuning.md; log nothing without metrics."""

@@ -8,7 +8,6 @@ relative to the project, so that they hold after the project was moved.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +22,6 @@ from ppo_rlhf.runtime.whole_files import written_whole
 RUN_FILE = "run.json"
 RUN_FOLDERS = "checkpoints"
 """The tag of an MLflow run with the folder that holds the folders of all runs, each named by the run's id."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
