@@ -294,7 +294,9 @@ def test_a_run_without_a_checkpoint_sets_everything_aside(tmp_path: Path):
 
 
 def test_the_file_of_another_run_or_a_shorter_one_is_refused_and_left_as_it_is(tmp_path: Path):
-    mark = written(tmp_path / "run", 3).mark()
+    file = written(tmp_path / "run", 3)
+    file.append(ITERATION, 4, {"a": 0.5})  # no other run has this line, whose time may be that of another run's
+    mark = file.mark()
     for name, length in (("other", 5), ("shorter", 2), ("none", 0)):
         file = written(tmp_path / name, length)
         whole = file.path.read_bytes() if length else b""
