@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from inputs import chat_ids, find_noise_seed, make_models, make_prompts, raw_rows, recipe
+from inputs import chat_ids, find_noise_seed, make_models, make_prompts, raw_rows, recipe, with_system_turn
 from tables import markdown
 from workload import LENGTHS, PRECISIONS, PRESETS, SAMPLED, Job
 
@@ -49,7 +49,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--peer-python", help="Python of an environment with TRL 1.12.0; without it only our side runs")
-    add("--model", type=Path, help="for the preset smollm2: a directory of SmolLM2-135M-Instruct in safetensors")
+    add("--model", type=Path, help="for the presets smollm2: a directory of SmolLM2-135M-Instruct in safetensors")
     add("--presets", type=names_of(PRESETS), default=["tiny", "small"], help="comma-separated: " + ", ".join(PRESETS))
     add(
         "--lengths",
@@ -65,7 +65,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="where to write the results, anew after each combination")
     parsed = parser.parse_args(arguments)
     if parsed.model is None and any(PRESETS[name].chats for name in parsed.presets):
-        parser.error("the preset smollm2 needs --model")
+        parser.error("the presets smollm2 need --model")
     return parsed
 
 
@@ -185,13 +185,15 @@ def rows_of(labels: dict[str, str], pairs: Sequence[tuple[Result, ...]]) -> list
         rows[-1][f"{name}_tokens"] = median(tokens(pair[side]) for pair in pairs)
         rows[-1][f"{name}_mib"] = max(pair[side]["memory_mib"] for pair in pairs)
         rows[-1][f"{name}_cpu"] = median(pair[side]["cpu_s"] for pair in pairs)
+    if len(pairs[0]) > 1:
+        rows[-1]["cpu_ratios"] = sorted(trl["cpu_s"] / ours["cpu_s"] for ours, trl in pairs)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     head = ["preset", "lengths", "precision", "phase", "ours s", "TRL s", "times faster", "range"]
-    head += ["tokens", "MiB", "CPU s"]
+    head += ["tokens", "MiB", "CPU s", "times fewer", "range"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         line = [row[name] for name in ("preset", "lengths", "precision", "phase")]
@@ -204,6 +206,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         for name, digits in (("tokens", 0), ("mib", 0), ("cpu", 1)):
             found = [row[f"{side}_{name}"] for side in ("ours", "trl") if f"{side}_{name}" in row]
             line.append(" / ".join(f"{figure:.{digits}f}" for figure in found))
+        ratios = row.get("cpu_ratios", [])
+        line += [f"{median(ratios):.2f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}"] if ratios else ["", ""]
         lines.append(line)
     return markdown(lines)
 
@@ -261,7 +265,8 @@ def make_job(name: str, lengths: str, arguments: argparse.Namespace, folder: Pat
     preset, iterations = PRESETS[name], 1 + arguments.iterations
     work: dict[str, Any]
     if preset.chats:
-        policy, rows, settings = str(arguments.model), raw_rows(), recipe("obedience")["ppo"]
+        policy, settings = str(arguments.model), recipe("obedience")["ppo"]
+        rows = with_system_turn(raw_rows(), preset.system_words)
         work = {"policy": policy, "reward": None, "prompt_ids": chat_ids(policy, rows), "rows": rows}
         work |= {name: settings[name] for name in RECIPE}
     else:

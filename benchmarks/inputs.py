@@ -41,6 +41,14 @@ def raw_rows(name: str = "obedience_prompts") -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def with_system_turn(rows: list[dict[str, Any]], words: int) -> list[dict[str, Any]]:
+    """Return the prompts with a system turn of so many words; without any they keep their template's own turn."""
+    if not words:
+        return rows
+    turn = {"role": "system", "content": " ".join(["You are a helpful agent."] * (words // 5 + 1))}
+    return [{**row, "prompt": [turn, *row["prompt"]]} for row in rows]
+
+
 def chat_ids(model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
     """Return the token ids of each row's chat, up to where the model answers."""
     tokenizer = AutoTokenizer.from_pretrained(model)

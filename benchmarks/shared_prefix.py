@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from inputs import raw_rows, recipe
+from inputs import raw_rows, recipe, with_system_turn
 from ppo_rlhf.passes import prefixes
 from ppo_rlhf.passes.decoding import Decoder
 from ppo_rlhf.ppo import loop
@@ -35,14 +35,6 @@ def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     started = time.process_time()
     result = call()
     return time.process_time() - started, result
-
-
-def with_system_turn(rows: list[dict[str, Any]], words: int) -> list[dict[str, Any]]:
-    """Return the prompts with a system turn of so many words; without any they keep their template's own turn."""
-    if not words:
-        return rows
-    turn = {"role": "system", "content": " ".join(["You are a helpful agent."] * (words // 5 + 1))}
-    return [{**row, "prompt": [turn, *row["prompt"]]} for row in rows]
 
 
 def measured(model: str, words: int, pairs: int, settings: dict[str, Any]) -> tuple[str, dict[str, list[list[float]]]]:

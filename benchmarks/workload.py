@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Preset:
     chats: bool = False
     """True if the model is real (`--model`), with the recipe obedience's prompts, reward and learning rate. Responses
     end where the model ends them."""
+    system_words: int = 0
+    """Words of the chats' system turn; with 0 they have that of the template."""
 
     @property
     def steps(self) -> int:
@@ -48,7 +50,10 @@ PRESETS = {
         30, 576, 9, 49152, batch=16, minibatch=8, prompt_length=64, response_length=40, epochs=2, chats=True
     ),
 }
-"""toy tries the scripts; gpt2 is GPT-2 124M, for a GPU; smollm2 is SmolLM2-135M-Instruct."""
+PRESETS["smollm2_400"] = replace(PRESETS["smollm2"], prompt_length=512, system_words=320)
+"""toy tries the scripts; gpt2 is GPT-2 124M, for a GPU; smollm2 is SmolLM2-135M-Instruct, whose prompts begin with the
+same 24 tokens, in smollm2_400 with the same 398.
+"""
 QUIET_PEER = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",

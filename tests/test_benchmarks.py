@@ -148,7 +148,7 @@ def test_a_real_model_has_to_be_named(capsys):
 
     with pytest.raises(SystemExit):
         compare.parse_arguments(["--presets", "smollm2"])
-    assert "the preset smollm2 needs --model" in capsys.readouterr().err
+    assert "the presets smollm2 need --model" in capsys.readouterr().err
 
 
 def various(prompts, completions, *_, **__):
