@@ -16,6 +16,7 @@ from ppo_rlhf.advice import RULES, Advice, Change, Stage, advise
 from ppo_rlhf.config import PPOConfig
 from tests.advice.support import ADAPTIVE, ITERATIONS, Spoilt, config, curve, history
 from tests.advice.test_obeyed import CASES as OBEYED
+from tests.contracts.checkers import documented_metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 NOISE = [1.0, -1.0] * (ITERATIONS // 2)
@@ -160,7 +161,7 @@ def test_a_rule_fires_where_it_must_and_nowhere_else(rule):
 
 def test_rules_stand_in_the_order_of_their_stages_and_read_metrics_and_settings_that_exist():
     assert [rule.stage for rule in RULES] == sorted((rule.stage for rule in RULES), key=list(Stage).index)
-    metrics = set(re.findall(r"^\| `([a-z_]+/[a-z0-9_]+)` \|", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    metrics = documented_metrics((DOCS / "metrics.md").read_text())
     settings = {f"ppo.{entry.name}" for entry in fields(PPOConfig)}
     for rule in RULES:
         assert set(rule.reads) <= metrics | settings, rule.name

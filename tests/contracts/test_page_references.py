@@ -81,7 +81,7 @@ def test_every_module_and_name_that_a_page_cites_exists() -> None:
             if not (is_setting or is_there(dotted) or dotted.startswith(SETTINGS)):
                 missing.append(f"{page.name}: {dotted}")
     assert missing == []
-    assert cited > 300, "the pages' names are not found any more"
+    assert cited > 200, "the pages' names are not found any more"
 
 
 def test_every_setting_of_ppo_that_a_page_names_exists() -> None:
