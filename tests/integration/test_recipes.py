@@ -85,7 +85,7 @@ def test_a_recipe_runs_on_stand_ins(
     assert summary["prompts"] == 3
     assert ("Beside the expected curve" in (root / "08_reporting/report.html").read_text()) == (recipe == "gsm8k")
     assert list((root / "06_models/ppo_policy").glob("*/config.json"))
-    if recipe == "gsm8k":  # as docs/recipes.md evaluates the policy again
+    if recipe == "gsm8k":  # as docs/your_model.md evaluates a policy
         again = "evaluation.temperature=1.0,evaluation.samples_per_prompt=2,evaluation.pass_at=[2]"
         mine = project / "mine.jsonl"  # evaluated in place of the prompts that training held out
         mine.write_text(f"{json.dumps(ROWS[recipe](7))}\n{json.dumps(ROWS[recipe](8))}\n")
