@@ -65,16 +65,17 @@ def test_the_commands_and_pipelines_of_the_page_exist() -> None:
 
 def test_the_container_and_the_job_of_the_page_fit_a_project_of_ones_own() -> None:
     """Docker and a cluster are not run: the files that they copy, mount and start are compared with the project."""
-    (container,) = re.findall(r"```dockerfile\n(.*?)```", PAGE, re.DOTALL)
+    (container,), jobs = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("dockerfile", "yaml"))
     steps = [line.split(maxsplit=1) for line in container.splitlines()]
     files = {Path(path).parts[0] for path in project_files("own", {}, "{type: model}")}
     copied = [name for step, rest in steps if step == "COPY" for name in rest.split()[:-1]]
     assert copied == ["ppo_rlhf-*.whl", "pyproject.toml", ".telemetry", "conf", "src"]
     assert set(copied[1:]) <= files
     (command,) = (json.loads(rest) for step, rest in steps if step == "CMD")
-    ((args, mounted),) = re.findall(r"`args: (\[.*?\])`, a\s+volume claim mounted at `(.*?)`", PAGE)
-    assert yaml.safe_load(args) == command
-    assert mounted == f"{dict(steps[:2])['WORKDIR']}/data"
+    (job,) = (found for found in map(yaml.safe_load, jobs) if found.get("kind") == "Job")
+    (pod,) = job["spec"]["template"]["spec"]["containers"]
+    assert pod["args"] == command
+    assert pod["volumeMounts"][0]["mountPath"] == f"{dict(steps[:2])['WORKDIR']}/data"
     options = cli.commands["run"].make_context("run", command[1:]).params
     assert options["params"] == {"resume": "latest"}
 
