@@ -147,7 +147,7 @@ def test_every_setting_of_ppo_that_a_page_gives_goes_with_those_of_base() -> Non
                 if why := typed("base", given | COMPANIONS.get(span, {})):
                     refused[f"{page.name}: {span}"] = why
     assert refused == {}
-    assert found > 40, "the pages' settings are not found any more"
+    assert found > 20, "the pages' settings are not found any more"
 
 
 def test_each_change_of_settings_that_the_memory_plan_suggests_goes_with_the_settings_of_base() -> None:
