@@ -16,6 +16,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.config.ppo import MODEL_PATHS
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.evaluation.best_of_n import BestOfNConfig
 from ppo_rlhf.evaluation.policy import EvaluationConfig
@@ -26,12 +27,11 @@ from ppo_rlhf.pipelines.critic_pretraining.training import CriticPretrainingConf
 from ppo_rlhf.pipelines.kl_study.grid import KLStudyConfig
 from ppo_rlhf.pipelines.reporting.nodes import ReportingConfig
 from ppo_rlhf.pipelines.sweep.grid import SweepConfig
-from ppo_rlhf.reporting.charts import ExpectedCurve
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.supervised.demonstrations import DataPreparationConfig
 from ppo_rlhf.supervised.optimisation import OptimisationConfig
 from ppo_rlhf.supervised.reward_training import RewardModellingConfig
-from ppo_rlhf.supervised.sft import FromScratchConfig, SupervisedFinetuningConfig
+from ppo_rlhf.supervised.sft import SupervisedFinetuningConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -48,11 +48,9 @@ GROUPS = {
     "data_preparation": DataPreparationConfig,
     SHARED: OptimisationConfig,
     "supervised_finetuning": SupervisedFinetuningConfig,
-    "supervised_finetuning.from_scratch": FromScratchConfig,
     "reward_modelling": RewardModellingConfig,
     "critic_pretraining": CriticPretrainingConfig,
     "reporting": ReportingConfig,
-    "reporting.expected_curve": ExpectedCurve,
     "best_of_n": BestOfNConfig,
     "audit": AuditConfig,
     "kl_study": KLStudyConfig,
@@ -87,7 +85,10 @@ def _globals() -> str:
     """Return the table of globals, from the values and comments in globals.yml."""
     rows = re.findall(r"^(\w+): (.*?) # (.*)$|^(\w+): (.*)$", GLOBALS.read_text(encoding="utf-8"), re.MULTILINE)
     lines = [f"| `{name or bare}` | {_code(value or only)} | {meaning} |" for name, value, meaning, bare, only in rows]
-    heading = "## Globals\n\nIn `conf/local/globals.yml`, or with `--params` without a group.\n"
+    heading = (
+        "## Globals\n\nIn `conf/local/globals.yml`, or with `--params` without a group. "
+        "For PPOTrainer `sft_model_path` and `reward_model_path` are settings of PPOConfig.\n"
+    )
     return "\n".join([heading, "| setting | value in conf/base | meaning |", "| --- | --- | --- |", *lines, ""])
 
 
@@ -99,23 +100,50 @@ def _filled_from_globals() -> set[str]:
 
 
 def _group(name: str, group: Any, filled: set[str]) -> str:
-    hints, meanings = get_type_hints(group, include_extras=True), _meanings(group)
-    names = [other for other, each in GROUPS.items() if issubclass(each, group)]
     summary = " ".join(str(inspect.getdoc(group)).split("\n\n")[0].split())
-    if group in (SupervisedFinetuningConfig, RewardModellingConfig):
+    rows = _rows(name, group, filled)
+    if group is OptimisationConfig:
+        of_ppo = _rows("ppo", PPOConfig, filled)
+        same = [f"`{setting}`" for setting, cells in rows.items() if of_ppo.get(setting) == cells]
+        summary += f" As in [ppo](#ppo) are {', '.join(same[:-1])} and {same[-1]}."
+        rows = {setting: cells for setting, cells in rows.items() if f"`{setting}`" not in same}
+    elif issubclass(group, OptimisationConfig):
         summary += f" Further ones are [above](#{SHARED.replace(' ', '-')})."
-    lines = [f"## {name}\n\n{summary}\n"]
-    lines += ["| setting | type, default | meaning |", "| --- | --- | --- |"]
+    lines = [f"## {name}\n\n{summary}\n", "| setting | type, default | meaning |", "| --- | --- | --- |"]
+    for setting, cells in rows.items():
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in (f'`{setting}`', *cells))} |")
+    return "\n".join([*lines, ""])
+
+
+def _rows(name: str, group: Any, filled: set[str]) -> dict[str, tuple[str, str]]:
+    """Return (type and default, meaning) by setting: of a group, and of a mapping in it that is no group of its own.
+
+    Left out are what a global fills or only PPOTrainer reads, and in a group what OptimisationConfig has.
+    """
+    hints, meanings = get_type_hints(group, include_extras=True), _meanings(group)
+    groups = [other for other, each in GROUPS.items() if issubclass(each, group)]
+    shares = issubclass(group, OptimisationConfig) and group is not OptimisationConfig
+    elsewhere = {each.name for each in fields(OptimisationConfig)} if shares else {*MODEL_PATHS}
+    rows: dict[str, tuple[str, str]] = {}
     for each in fields(group):
-        is_filled = any(f"{other}.{each.name}" in filled for other in names) and f"{name}.{each.name}" not in GROUPS
-        if each.name not in meanings or is_filled:
+        is_filled = any(f"{other}.{each.name}" in filled for other in groups) and f"{name}.{each.name}" not in GROUPS
+        if each.name not in meanings or is_filled or each.name in elsewhere:
             continue
         if not meanings[each.name]:
             raise SystemExit(f"{name}.{each.name} has no docstring: write its meaning, unit and effect below the field")
         hint = hints[each.name]
-        cells = (f"`{each.name}`", _type_and_default(each, hint), _first_sentence(meanings[each.name], _choices(hint)))
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join([*lines, ""])
+        meaning = _first_sentence(meanings[each.name], _choices(hint))
+        rows[each.name] = (_type_and_default(each, hint) + _other_defaults(each, groups), meaning)
+        mappings = [option for option in get_args(hint) if isinstance(option, type) and is_dataclass(option)]
+        for inner in (mapping for mapping in mappings if mapping not in GROUPS.values()):
+            rows |= {f"{each.name}.{key}": cells for key, cells in _rows(f"{name}.{each.name}", inner, filled).items()}
+    return rows
+
+
+def _other_defaults(each: Any, groups: list[str]) -> str:
+    """Return the defaults of the groups that inherit a setting and change its default: ` (reward_modelling: `1.0`)`."""
+    theirs = {other: _default(next(one for one in fields(GROUPS[other]) if one.name == each.name)) for other in groups}
+    return "".join(f" ({other}: {default})" for other, default in theirs.items() if default != _default(each))
 
 
 def _first_sentence(meaning: str, choices: list[str]) -> str:

@@ -49,3 +49,14 @@ def test_of_a_docstring_the_page_has_the_first_sentence_and_what_each_choice_and
     first = runpy.run_path(str(ROOT / "scripts" / "write_configuration.py"))["_first_sentence"]
     meaning = "Where it comes from (Coste et al. 2023). k3+: there. Its price is high. With None nowhere. k3 is free."
     assert first(meaning, ["k3+"]) == "Where it comes from. k3+: there. With null nowhere."
+
+
+def test_a_setting_that_two_groups_share_stands_once_with_each_groups_default(written: str) -> None:
+    assert written.count("| `weight_decay` |") == 1
+    assert written.count("| `num_train_epochs` |") == 1
+    assert "| `num_train_epochs` | float > 0, `3.0` (reward_modelling: `1.0`) |" in written
+
+
+def test_the_settings_of_a_mapping_stand_below_it(written: str) -> None:
+    assert "`from_scratch` | mapping, `null`" in written
+    assert "`from_scratch.hidden_size` | int ≥ 1, required" in written

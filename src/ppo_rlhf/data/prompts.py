@@ -49,21 +49,20 @@ class PromptsConfig:
     """Settings for reading prompts from a table and for holding prompts out for evaluation."""
 
     column: str = "prompt"
-    """Column with the prompts: text, or a list of chat messages (`[{"role": …, "content": …}, …]`), plain or as JSON.
-    If a prompt ends with an assistant's message, the policy continues the message. The content of a message may be a
-    list of text parts, and may be missing beside a tool call. A table without this column may have whole conversations
-    in the column `messages` or `conversations`; the last reply of each conversation is dropped."""
+    """Column with the prompts: text, or chat messages (docs/your_model.md). Messages are a list `[{"role": …,
+    "content": …}, …]`, plain or as JSON. If a prompt ends with an assistant's message, the policy continues the
+    message. The content of a message may be a list of text parts, and may be missing beside a tool call. A table
+    without this column may have whole conversations in the column `messages` or `conversations`; the last reply of each
+    conversation is dropped."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts held out for evaluation if no evaluation prompts are given. PPO never trains on held-out
-    prompts."""
+    """Share of the prompts held out if no evaluation prompts are given. PPO never trains on held-out prompts."""
     max_held_out: Annotated[int, Field(ge=1)] = 512
-    """Maximum number of held-out prompts, and of evaluation prompts."""
+    """Largest number of held-out or evaluation prompts."""
     seed: Seed = 42
     """Seed of the random choice of the held-out prompts."""
     train_on_evaluation_prompts: bool = False
-    """Whether PPO also trains on the prompts of prompts_path that occur in evaluation_prompts_path. By default prompts
-    that occur in both tables are left out of training. Set true for a task that has no prompts beyond those of
-    prompts_path."""
+    """Train also on the prompts of prompts_path that occur in evaluation_prompts_path. By default prompts that occur in
+    both tables are left out of training. Set true for a task that has no prompts beyond those of prompts_path."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ class BestOfNConfig:
     """Number of responses that the SFT policy samples for best-of-n and for the audit of the reward."""
 
     prompts: Annotated[int, Field(ge=2)] = 128
-    """Largest number of held-out prompts that best-of-n and the reward audit sample responses to."""
+    """Largest number of held-out prompts."""
     samples: Annotated[int, Field(ge=2)] = 64
-    """Number of responses to each prompt. The number is also the largest n of the best-of-n estimates."""
+    """Responses to each prompt. The number is also the largest n of the best-of-n estimates."""
     seed: Seed = 42
     """Seed of the sampling noise."""
 

@@ -77,18 +77,18 @@ class EvaluationConfig:
 
     judge: Judge | None = None
     """What decides the win rate: `module:name` of a function `judge(prompts, completions, **columns) -> list[float]`,
-    or a language model, given as a mapping with the settings of `llm`. None: the reward decides."""
+    or a language model, with the settings of `llm`; None: the reward."""
     judges: Annotated[dict[str, Judge], AfterValidator(_check_judge_names)] = field(default_factory=dict)
     """Further judges, functions or language models, by name. Each judge has a mean score `eval/judge_score_<name>` and
     a win rate `eval/win_rate_<name>` with an interval. The best checkpoint and the champion depend only on `judge`."""
     rates: Annotated[dict[str, Reference], AfterValidator(_check_rate_names)] = field(default_factory=dict)
-    """Further functions with the signature of `judge`, by the name of their metric. Each function returns 0, 1 or a
-    share for each response, and `eval/<name>` is the mean."""
+    """Further functions like `judge`, by the name of their metric. Each function returns 0, 1 or a share for each
+    response, and `eval/<name>` is the mean."""
     temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
-    """Sampling temperature of the evaluated responses. 0 is greedy decoding. None uses ppo.temperature."""
+    """Sampling temperature; 0: greedy decoding; None: ppo.temperature."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 1
-    """Number of responses to each held-out prompt in the final evaluation. PPO's i-th response is compared with SFT's
-    i-th response. Standard errors and intervals are over prompts. Evaluations during training sample one response."""
+    """Responses to each held-out prompt in the final evaluation. PPO's i-th response is compared with SFT's i-th
+    response. Standard errors and intervals are over prompts. Evaluations during training sample one response."""
     pass_at: list[Annotated[int, Field(ge=1)]] = field(default_factory=list)
     """Values of k for pass@k (Chen et al. 2021, arXiv:2107.03374, equation 1), each at most samples_per_prompt. With
     pass_at, the function that decides the win rate must return 1 (right) or 0 (wrong)."""
@@ -97,14 +97,13 @@ class EvaluationConfig:
     prompts. If there are more held-out prompts than iteration_prompts, the last point of each curve comes from another
     sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
     on_exploitation: OnExploitation = "off"
-    """What a run does if an evaluation during training finds that the policy exploits its reward (docs/tuning.md).
-    `warn` says so. `stop` says so, ends training, and exports the policy of the best evaluation. The policy exploits
-    its reward if `judge`'s score fell from the best evaluation by more than noise, and the reward that PPO trains on
-    did not fall. At most 2 % of the runs in which nothing falls are warned or stopped. With `stop` the evaluations
-    during training use at most half of the held-out prompts, and the verdict on the best evaluation's policy uses the
-    other half."""
+    """What a run does if an evaluation finds that the policy exploits its reward (docs/tuning.md). `warn` says so.
+    `stop` says so, ends training, and exports the policy of the best evaluation. The policy exploits its reward if
+    `judge`'s score fell from the best evaluation by more than noise, and the reward that PPO trains on did not fall. At
+    most 2 % of the runs in which nothing falls are warned or stopped. With `stop` the evaluations during training use
+    at most half of the held-out prompts, and the verdict on the best evaluation's policy uses the other half."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Number of responses generated or scored, or reference texts read, at a time."""
+    """Responses generated or scored, or reference texts read, at a time."""
     prompts_path: str | None = None
     """Source of the held-out prompts, for the model card."""
     reference_texts: str | None = None

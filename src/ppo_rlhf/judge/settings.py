@@ -29,53 +29,53 @@ class LLMJudgeConfig:
     model: str
     """Name of the judging model on the server."""
     base_url: str
-    """Address of the server's API, such as `http://localhost:8000/v1` (vLLM) or `https://api.openai.com/v1`."""
+    """Address of the server's API, such as `http://localhost:8000/v1`. OpenAI's is `https://api.openai.com/v1`."""
     api_key_variable: str | None = None
-    """Name of the environment variable that holds the server's key. With None no key is sent."""
+    """Environment variable that holds the server's key; None: no key is sent."""
     answer: Literal["score", "pairwise"] = "score"
-    """`score`: the judge gives each response a number. `pairwise`: the judge names the better of two responses, and is
-    asked about each pair in both orders. With `pairwise` a response gets 1 if both of the judge's answers prefer the
-    response, 0 if both answers prefer the response that it is compared with, and 0.5 (a tie) otherwise."""
+    """`score`: a number for each response. `pairwise`: the better of two responses, asked in both orders. With
+    `pairwise` a response gets 1 if both of the judge's answers prefer the response, 0 if both answers prefer the
+    response that it is compared with, and 0.5 (a tie) otherwise."""
     criteria: str | None = None
-    """Description of a good response, which `{{ criteria }}` in the template stands for. With None the criteria are one
-    sentence on correctness and relevance."""
+    """Description of a good response, for `{{ criteria }}` in the template; None: one sentence on correctness and
+    relevance."""
     template: str | None = None
-    """Jinja template of the text that the judge gets. The template can use `prompt`, `criteria`, `messages` and the
-    columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise answers also `first` and
-    `second`. With None the judge gets this package's template."""
+    """Jinja template of the text that the judge gets; None: this package's. The template can use `prompt`, `criteria`,
+    `messages` and the columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise
+    answers also `first` and `second`."""
     lowest: float | None = None
-    """The lowest score of `answer: score`; a lower number is unparsable. With None it is 1."""
+    """Lowest score of `answer: score`, below which a number is unparsable; None: 1."""
     highest: float | None = None
-    """The highest score of `answer: score`; a higher number is unparsable. With None it is 10."""
+    """Highest score of `answer: score`, above which a number is unparsable; None: 10."""
     against: str | None = None
-    """Column of the prompts with the texts that responses are compared with. With None the judge compares with the SFT
-    policy's response to the prompt, which exists only in evaluations. Only for `answer: pairwise`."""
+    """Column of the prompts with the texts to compare with; None: SFT's responses, which only evaluations have. Only
+    for `answer: pairwise`."""
     pattern: str | None = None
     """Regular expression with one group, which matches the number, or A, B or tie. The last match in a judge's answer
-    counts, and the judge is not asked for JSON. With None the judge is asked for JSON, and its answer is read as JSON
-    or by its last line, `Score: 8` or `Verdict: A` (docs/rewards.md)."""
+    counts, and the judge is not asked for JSON. None: JSON is asked for (docs/rewards.md). An answer that is not JSON
+    is then read by its last line, `Score: 8` or `Verdict: A`."""
     unparsable: Literal["error"] | float = "error"
-    """The score of a response if the judge's answer cannot be read. It is cut off or in another form, the server
-    refuses the text (codes 400, 413 and 422), or answers with something else than a chat completion. With `error` such
-    an answer ends the run and is not cached. Metrics count these responses."""
+    """Score of a response if the judge's answer cannot be read. It is cut off or in another form, the server refuses
+    the text (codes 400, 413 and 422), or answers with something else than a chat completion. With `error` such an
+    answer ends the run and is not cached. Metrics count these responses."""
     max_tokens: Annotated[int, Field(ge=1)] | None = 1024
-    """Maximum length of a judge's answer in tokens. With None the request has no `max_tokens`; models of OpenAI that
-    refuse `max_tokens` take `extra_body: {max_completion_tokens: 1024}` instead."""
+    """Largest number of tokens of an answer; None: the request names none. Models of OpenAI that refuse `max_tokens`
+    take `extra_body: {max_completion_tokens: 1024}` instead."""
     extra_body: dict[str, JsonValue] = field(default_factory=dict)
-    """Further fields of the body of each request to the judge, such as `seed`, or `chat_template_kwargs` of vLLM. The
-    temperature is 0 unless `extra_body` names another; a field with the value null is not sent."""
+    """Further fields of each request, such as `seed`, vLLM's `chat_template_kwargs` or OpenAI's
+    `max_completion_tokens`. The temperature is 0 unless `extra_body` names another; a field with the value null is not
+    sent."""
     concurrency: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of simultaneous requests to the judge."""
+    """Largest number of simultaneous requests."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """Timeout in seconds of a request, from sending it to the answer's last byte."""
+    """Timeout of a request in seconds, up to the answer's last byte."""
     max_retries: Annotated[int, Field(ge=0)] = 6
-    """Number of retries of a request that the judge's server fails to answer. It cannot be reached, times out, answers
-    408, 409, 429 or 5xx, or its answer with status 200 has an error or no choices. The pauses between retries double
-    from 0.5 to 8 seconds, or are as long as the server asks, up to ten minutes. If the last retry fails, the run
-    ends."""
+    """Retries of a request that the server fails to answer. It cannot be reached, times out, answers 408, 409, 429 or
+    5xx, or its answer with status 200 has an error or no choices. The pauses between retries double from 0.5 to 8
+    seconds, or are as long as the server asks, up to ten minutes. If the last retry fails, the run ends."""
     cache: str | None = CACHE
-    """File below the project in which the judge's answers are cached. A request with a cached answer is not sent again.
-    With None the judge's answers are not stored."""
+    """File below the project that keeps the answers; None: none does. A request with a cached answer is not sent
+    again."""
 
     def __post_init__(self) -> None:
         address = urlsplit(self.base_url)

@@ -47,32 +47,29 @@ class FeedbackConfig:
     """Settings for the responses that people compare, and for the program that asks people."""
 
     policy: str = "sft_policy"
-    """The policy whose responses are compared: sft_policy or ppo_policy (names in the catalog), a path or a hub id."""
+    """Whose responses are compared: sft_policy or ppo_policy, a path or a hub id."""
     against: str | None = None
-    """A second policy, named like `policy`. With a second policy each pair has one response of each policy. With None
-    each pair has two responses of `policy`."""
+    """A second policy, named like `policy`; None: both responses are `policy`'s. With a second policy each pair has one
+    response of each policy."""
     queue: Annotated[str | None, AfterValidator(_check_name)] = None
-    """Name of the pairs, in MLflow of their review queue. None: the name of the policy, or `<policy> against <against>`
-    for two policies."""
+    """Name of the pairs, in MLflow of their review queue; None: `<policy>`, or `<policy> against <against>`."""
     pairs: Annotated[int, Field(ge=1, le=100_000)] = 40
-    """Number of pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
+    """Pairs of responses that a run samples. Pairs of equal responses are left out after sampling."""
     asked: Annotated[int, Field(ge=1)] | None = None
-    """Number of these pairs, drawn at random, that people are asked about. The judge of the evaluation compares all
-    pairs, and people's answers correct it. Only where two policies are compared. None: people are asked about all."""
+    """Number of these pairs, drawn at random, that people are asked about; None: all. The judge of the evaluation
+    compares all pairs, and people's answers correct it. Only where two policies are compared."""
     prompts: Literal["training", "held_out"] | None = None
-    """The prompts of the pairs of responses. None: held-out prompts if two policies are compared, else training
-    prompts."""
+    """Which prompts; None: held-out ones if two policies are compared, else training prompts."""
     temperature: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Sampling temperature of the responses. None: ppo.temperature, or the temperature that ppo_policy was trained
-    with."""
+    """Sampling temperature; None: ppo.temperature, or the one that ppo_policy was trained with."""
     instruction: str = "Which response is better?"
     """The question that MLflow's page shows."""
     export: str | None = None
-    """A new file to which `collect_feedback` writes the pairs, for a program that asks people. A relative path is below
-    the project. None: a file in the folder of the pairs, and the pairs also go into a review queue of MLflow."""
+    """A new file for the pairs, for a program that asks people; None: one in their folder, and a review queue of
+    MLflow. A relative path is below the project."""
     answers: str | None = None
-    """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`. None: MLflow's review
-    queue `queue`."""
+    """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`; None: that of
+    `queue`."""
     seed: Seed = 42
     """Seed of the order of the prompts. The sampling noise and the side of a response are drawn without a seed."""
 

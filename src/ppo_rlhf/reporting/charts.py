@@ -36,11 +36,11 @@ class ExpectedCurve:
     """A reference curve, for example from a published run, that the report draws beside the run's own curve."""
 
     metric: str
-    """Metric that the reference curve shows, such as eval/judge_score (docs/metrics.md)."""
+    """Metric of the curve, such as eval/judge_score (docs/metrics.md)."""
     label: str
-    """Name of the reference curve in the chart, such as the source of the published run."""
+    """Name of the curve in the chart."""
     points: Annotated[list[tuple[float, float]], Field(min_length=1)]
-    """Points of the reference curve: pairs of iteration and value."""
+    """Pairs of iteration and value."""
 
 
 @dataclass(frozen=True)

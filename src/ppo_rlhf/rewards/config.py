@@ -41,17 +41,17 @@ class RewardComponentConfig:
 
     type: Literal["model", "function", "llm"]
     """`model`: a reward model. `function`: a Python function `reward(prompts, completions, **columns)`. `llm`: a
-    language model that judges responses, called over OpenAI's chat API. See docs/rewards.md."""
+    language model that judges responses. See docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of the component's score in the reward; a negative weight makes the component a penalty."""
+    """Factor of the component's score in the reward; a negative one makes it a penalty."""
     path: str | None = None
-    """Directory or hub id of the reward model, for components of type `model`. null: the reward model of
-    `reward_model_path`, the catalog's `reward_model`. A relative directory is below the project's."""
+    """For type `model`: directory or hub id of the reward model; None: the catalog's `reward_model`. That is the one of
+    `reward_model_path`. A relative directory is below the project's."""
     function: str | None = None
-    """`module:name` of the reward function, for components of type `function`. Python searches the module in the
-    project's directory, in the project's `src` and on the Python path."""
+    """For type `function`: `module:name` of the reward function. Python searches the module in the project's directory,
+    in the project's `src` and on the Python path."""
     llm: Annotated[LLMJudgeConfig | None, BeforeValidator(read_judge)] = None
-    """The settings of the LLM judge, for components of type `llm`."""
+    """For type `llm`: the settings of the judge."""
     name: str | None = None
     """Name of the component, whose metric is `reward/<name>`. The default is the function's name, the last part of
     `path`, or else the type."""
@@ -87,17 +87,17 @@ class RewardConfig:
     """The reward of a response: the weighted sum of its components, or another combination (`combine`)."""
 
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
-    """The terms of the reward, each a mapping with the settings of `reward.components`."""
+    """The terms of the reward, each with the settings of `reward.components`."""
     combine: RewardCombination = "sum"
     """How the components' scores become the reward of a response. sum: their weighted sum. The others are for reward
     models that may disagree (Coste et al. 2023, arXiv:2310.02743), take no weights, and measure the disagreement
-    (`reward/disagreement`). mean: the mean. min: the lowest normalised score. mean_minus_std: the mean of the
+    (`reward/disagreement`). mean: their mean. min: the lowest normalised score. mean_minus_std: the mean of the
     normalised scores less their standard deviation. With min and mean_minus_std set `reward.normalise` to component."""
     normalise: Literal["total", "component"] = "total"
-    """What `ppo.reward_normalisation` normalises. total: the weighted sum of the reward components. component: each
-    component before the sum (GDPO, arXiv:2601.05242). No component then counts for more because its scores have a
-    larger spread. With component, the weight of a reward component is in units of the standard deviation of the
-    component's scores. `ppo.reward_scale` and `ppo.reward_clip` are applied after the sum."""
+    """What `ppo.reward_normalisation` normalises. total: the weighted sum. component: each component before the sum
+    (GDPO, arXiv:2601.05242). No component then counts for more because its scores have a larger spread. With component,
+    the weight of a reward component is in units of the standard deviation of the component's scores. `ppo.reward_scale`
+    and `ppo.reward_clip` are applied after the sum."""
 
     def __post_init__(self) -> None:
         titles = [component.title for component in self.components]

@@ -59,20 +59,21 @@ class DataPreparationConfig:
     """Settings for reading demonstrations and for holding demonstrations out."""
 
     text_column: str = "text"
-    """Column of whole texts, in tables of demonstrations without prompts."""
+    """Column of whole texts, in tables without prompts."""
     prompt_column: str = "prompt"
-    """Column of prompts, in tables of prompts and completions (texts or chats). SFT learns only the completions."""
+    """Column of prompts, in tables of prompts and completions. SFT learns only the completions."""
     completion_column: str = "completion"
-    """Column of completions, in tables of prompts and completions."""
+    """Column of completions, in the same tables."""
     messages_column: str = "messages"
-    """Column of chats: lists of `{"role": …, "content": …}` or of ShareGPT's messages, plain or as JSON. The tokenizer
-    needs a chat template. If a table has no column of chats of this name, the column `conversations` is read."""
+    """Column of chats (docs/your_model.md). A chat is a list of `{"role": …, "content": …}` or of ShareGPT's messages,
+    plain or as JSON. The tokenizer needs a chat template. If a table has no column of chats of this name, the column
+    `conversations` is read."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
-    """Share of the distinct demonstrations that is held out to evaluate the loss."""
+    """Share of the distinct demonstrations held out to evaluate the loss."""
     max_held_out: Annotated[int, Field(ge=1)] = 500
-    """Maximum number of held-out demonstrations."""
+    """Largest number of held-out demonstrations."""
     max_demonstrations: Annotated[int, Field(ge=2)] | None = None
-    """Number of demonstrations to use, drawn at random; None uses all demonstrations."""
+    """Demonstrations to use, drawn at random; None: all."""
     seed: Seed = 42
     """Seed of the random choice of the held-out demonstrations, and with max_demonstrations of the demonstrations to
     use."""

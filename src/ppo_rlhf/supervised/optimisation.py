@@ -24,36 +24,35 @@ class OptimisationConfig:
     """Settings of the optimiser for supervised fine-tuning and reward-model training; the names are TRL's."""
 
     num_train_epochs: Annotated[float, Field(gt=0.0)] = 3.0
-    """Number of passes over the training data."""
+    """Passes over the training data."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Number of optimiser steps; if set, max_steps overrides num_train_epochs."""
+    """Optimiser steps, in place of num_train_epochs."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
     """Schedule of the learning rate over the optimiser steps."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the steps over which the learning rate rises from 0 to its peak."""
+    """Share of the training over which the learning rate rises to its peak. It rises from 0."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradients are clipped to a 2-norm of at most max_grad_norm."""
+    """Largest 2-norm of a gradient. Larger gradients are clipped."""
     per_device_train_batch_size: Annotated[int, Field(ge=1)] = 8
-    """Number of rows (texts or pairs) in one forward and backward pass of all processes together. The number of
-    processes must divide per_device_train_batch_size. With several processes the last batch of an epoch is filled up
-    with rows of the first batch."""
+    """Rows (texts or pairs) in one forward and backward pass of all processes together. The number of processes must
+    divide per_device_train_batch_size. With several processes the last batch of an epoch is filled up with rows of the
+    first batch."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     """Forward and backward passes per optimiser step."""
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Maximum length of a sequence in tokens; None: the model's context."""
+    """Longest sequence in tokens; None: the model's context."""
     group_by_length: bool = True
-    """Put rows of similar length into one batch, so that batches need less padding."""
+    """Put rows of similar length into one batch, which needs less padding."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Training then needs less memory and is about a fifth slower."""
     bf16: bool = False
     """Autocast to bfloat16 (weights stay float32); for GPUs."""
     logging_steps: Annotated[int, Field(ge=1)] = 10
-    """Number of optimiser steps between logged losses. A logged loss is the mean over the steps since the last logged
-    loss."""
+    """Optimiser steps between logged losses. A logged loss is the mean over the steps since the last logged loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA if a device is available, else the CPU. A process uses one device."""
     seed: Seed = 42

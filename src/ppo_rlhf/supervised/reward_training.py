@@ -56,28 +56,27 @@ class RewardModellingConfig(OptimisationConfig):
     rejected_column: str = "rejected"
     """Column of the rejected responses."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the prompts, or of pairs without prompts, that is held out to measure the reward model's accuracy."""
+    """Share of the prompts, or of pairs without prompts, held out to measure the accuracy."""
     max_held_out: Annotated[int, Field(ge=1)] = 1000
-    """Maximum number of held-out prompts."""
+    """Largest number of held-out prompts."""
     preferences_path: str | None = None
     """Path of given preferences, for the model card."""
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """The run stops if the reward model's accuracy on held-out pairs is lower. PPO would learn nothing from such a
-    model."""
+    """The run stops if the accuracy on held-out pairs is lower. PPO would learn nothing from such a model."""
     normalise: bool = True
-    """Whether the saved weights shift and scale the scores to mean 0 and standard deviation 1 over all training
-    responses. If the training responses are samples of the SFT policy, PPO starts at a mean score of 0."""
+    """Shift and scale scores to mean 0 and standard deviation 1 over the training responses. The saved weights do so.
+    If the training responses are samples of the SFT policy, PPO starts at a mean score of 0."""
 
     labeller: Reference | None = None
     """`module:name` of a function `score(prompts, completions, **columns)` that labels pairs sampled from the SFT
-    policy; used only if no preferences are given."""
+    policy. It is used only if no preferences are given."""
     pairs: Annotated[int, Field(ge=2)] = 8000
-    """Number of pairs to sample if no preferences are given."""
+    """Pairs to sample if no preferences are given."""
     label_beta: Annotated[float, Field(ge=0.0)] = 1.0
     """Reliability of the sampled labels: P(first is chosen) = sigmoid(beta x difference of scores). 1 takes the
     labeller's scores as log-odds (Bradley and Terry); 0 makes the labels coin flips."""
     sampling_batch_size: Annotated[int, Field(ge=1)] = 256
-    """Number of responses in one generation batch."""
+    """Responses sampled at a time."""
 
     @property
     def columns(self) -> tuple[str, str, str]:

@@ -47,11 +47,11 @@ class FromScratchConfig:
     hidden_size: Size
     """Width of the hidden states; an even multiple of num_attention_heads."""
     intermediate_size: Size
-    """Width of the hidden layer in each feed-forward network."""
+    """Width of each feed-forward network's hidden layer."""
     num_hidden_layers: Size
-    """Number of transformer layers."""
+    """Transformer layers."""
     num_attention_heads: Size
-    """Number of attention heads per layer."""
+    """Attention heads per layer."""
     max_position_embeddings: Size
     """Context length in tokens, prompt and response together."""
 
@@ -82,10 +82,11 @@ class SupervisedFinetuningConfig(OptimisationConfig):
     """Settings for training the SFT policy."""
 
     from_scratch: FromScratchConfig | None = None
-    """Train a small Llama of these sizes from random weights instead of a base model (demo and test environments)."""
+    """Train a small Llama of these sizes from random weights instead of a base model. The demo and test environments
+    do."""
     assistant_only_loss: bool | None = None
-    """Whether SFT learns only the assistant's turns of chats. None: true if the chat template, or TRL's training
-    template for it, marks the assistant's turns (`{% generation %}`); else false, and whole chats are learnt."""
+    """Learn only the assistant's turns of chats; None: if the chat template, or TRL's training template for it, marks
+    them. Such a template has `{% generation %}`; with another, None learns whole chats."""
 
 
 def train_sft_policy(

@@ -35,13 +35,13 @@ class AuditConfig:
     """Settings of the audit of the reward."""
 
     suffixes: list[str] = field(default_factory=lambda: ["!!!", "Thank you.", "I hope this helps."])
-    """Constant texts that should not raise the reward of a response that they are appended to. Each is an attack."""
+    """Constant texts that should not raise the reward of a response that they end. Each is an attack."""
     reference_column: str | None = None
-    """Column of the prompts with the reference answers, for the attack that hides the reference among other answers.
-    With None this attack is not tried."""
+    """Column of the prompts with reference answers, for the attack that hides them among others; None: no such
+    attack."""
     search_rewards: Annotated[int, Field(ge=0)] = 2000
-    """Largest number of rewards that a search for further attacks asks, beside those of the listed attacks. 0: no
-    search."""
+    """Largest number of rewards that a search for further attacks asks; 0: no search. Those of the listed attacks do
+    not count."""
 
 
 Metrics = Mapping[str, float]

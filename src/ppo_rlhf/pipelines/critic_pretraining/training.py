@@ -53,8 +53,7 @@ class CriticPretrainingConfig:
     """Number of iterations. Each iteration samples a batch of responses and trains the critic on the batch, with PPO's
     number of epochs and `ppo.value_learning_rate`."""
     value_model: Literal["separate", "reward_init"] = "separate"
-    """Model from which the pretraining initialises the critic: one of the values of `ppo.value_model`.
-    `ppo.value_model` itself may be `pretrained`."""
+    """Where the critic starts, as in `ppo.value_model`. `ppo.value_model` itself may be `pretrained`."""
 
 
 def pretraining_config(pretraining: CriticPretrainingConfig, ppo: PPOConfig) -> PPOConfig:

@@ -44,8 +44,7 @@ class ReportingConfig:
     report_path: str = "data/08_reporting/report.html"
     """Path to which the catalog writes the page. The setting only prints the path."""
     expected_curve: charts.ExpectedCurve | None = None
-    """A reference curve to draw beside the run's own curve: a mapping with the settings of
-    `reporting.expected_curve`."""
+    """A reference curve, for example of a published run, drawn beside the run's own curve."""
 
 
 def plot_training(
