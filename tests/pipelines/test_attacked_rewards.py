@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from transformers import tokenization_utils_base
 
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.attacks import attacks, attacks_named
@@ -129,6 +130,18 @@ def test_a_response_is_cut_to_its_length_and_ends_in_a_stop_token(samples: pd.Da
 
 def _tensor(values: Any) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.float64)
+
+
+def test_transformers_does_not_warn_of_a_long_attack_that_is_cut(
+    samples: pd.DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings = list[str]()
+    monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda line, *_: warnings.append(line))
+    short = byte_tokenizer(chat_template=CHATML)
+    short.model_max_length = 32
+    target, _, _ = target_of(samples, {"naive": naive})
+    replace(target, tokenizer=short).score(["word " * 100], [0])
+    assert not warnings
 
 
 def test_in_an_environment_each_turn_is_the_attack(samples: pd.DataFrame) -> None:

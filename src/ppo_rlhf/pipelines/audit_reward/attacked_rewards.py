@@ -90,7 +90,7 @@ class Target:
         stops = list(self.settings.stop_token_ids[:1])
         # Decoding drops the first space of a text, and the tokenizer adds one again
         text = text.removeprefix(" ") if drops_first_space(self.tokenizer) else text
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         if ids and ids[-1] in self.settings.stop_token_ids:
             ids = ids[:-1]
         return ids[: (self.settings.turn_length or self.settings.response_length) - len(stops)] + stops
