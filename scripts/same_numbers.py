@@ -15,7 +15,8 @@ A change that only adds up in another order is shown in float64:
     python scripts/same_numbers.py record . after.json ppo lora chats --float64
     python scripts/same_numbers.py compare before.json after.json --close 1e-10
 
-`--float64` records of each tensor of weights a sum in place of the hash.
+`--float64` also computes Llama's norm in float64, which transformers computes in float32 at any precision, and records
+of each tensor of weights a sum in place of the hash.
 
 Recipes on toy data take minutes and are recorded if they are named: `record . after.json demo calculator randomwalks`.
 They run with the checkout's own settings, but few episodes of PPO. `obedience` also needs the recipe's model, a folder
@@ -31,6 +32,7 @@ import math
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -181,6 +183,18 @@ def train_in_script(project: Path, dtype: str) -> None:
     trainer.save_pretrained(results / "ppo_policy" / "trainer")
 
 
+def compute_norms_in_float64() -> None:
+    """Let Llama's norm compute in the precision of its input: in float32 it rounds an order of sums up to 1e-7."""
+    import torch
+    from torch import Tensor, nn
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: nn.Module, states: Tensor) -> Tensor:
+        return self.weight * states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    LlamaRMSNorm.forward = forward
+
+
 def record(tree: Path, names: list[str], model: Path | None = None, dtype: str = "float32") -> Record:
     """Run the configurations of these names with a checkout's code, and return their numbers.
 
@@ -217,7 +231,7 @@ def record(tree: Path, names: list[str], model: Path | None = None, dtype: str =
 def _arguments(name: str, project: Path, model: Path | None, dtype: str) -> list[str]:
     if name == "trainer":
         return [__file__, "train-in-script", str(project), dtype]
-    run = ["-m", "kedro", "run", "--env", name]
+    run = [*([__file__, "kedro-in-float64"] if dtype == "float64" else ["-m", "kedro"]), "run", "--env", name]
     if name in RECIPES:
         return [*run, *(argument.format(model=model) for argument in RECIPES[name])]
     processes = ENVIRONMENTS[name].get("processes", 1)
@@ -362,7 +376,15 @@ def main() -> int:
     script = commands.add_parser("train-in-script", help="what `record` runs for PPOTrainer")
     script.add_argument("project", type=Path)
     script.add_argument("dtype")
+    kedro = commands.add_parser("kedro-in-float64", help="what `record --float64` runs in place of `python -m kedro`")
+    kedro.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
+    if given.command == "kedro-in-float64" or (given.command == "train-in-script" and given.dtype == "float64"):
+        compute_norms_in_float64()
+    if given.command == "kedro-in-float64":
+        sys.argv = ["kedro", *given.arguments]
+        runpy.run_module("kedro", run_name="__main__")
+        return 0
     if given.command == "train-in-script":
         train_in_script(given.project, given.dtype)
         return 0

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "same_numbers.py"
 
@@ -69,6 +71,16 @@ def test_numbers_and_sums_of_weights_within_the_given_difference_are_the_same(sc
     assert script["compare"](first, second)["ppo"] == [
         "weights policy/model.safetensors: 0.3 at step body, 0.30000000001 at step body"
     ]
+
+
+def test_a_record_in_float64_rounds_no_norm_to_float32(script, monkeypatch):
+    monkeypatch.setattr(LlamaRMSNorm, "forward", LlamaRMSNorm.forward)  # restored after the test
+    norm = LlamaRMSNorm(2, eps=0.0).double()
+    given, expected = torch.tensor([3.0, 4.0], dtype=torch.float64), torch.tensor([0.6, 0.8], dtype=torch.float64)
+    expected = expected * 2**0.5  # by the root of the mean square, 5 / sqrt(2)
+    assert (norm(given) - expected).abs().max() > 1e-10
+    script["compute_norms_in_float64"]()
+    assert (norm(given) - expected).abs().max() < 1e-15
 
 
 def test_a_configuration_that_one_tree_could_not_run_is_a_difference(script):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError, DataError, RewardError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.evaluation import policy as policy_evaluation
 from ppo_rlhf.evaluation.policy import (
     EvaluationConfig,
     Evaluator,
@@ -21,6 +23,7 @@ from ppo_rlhf.evaluation.policy import (
     ResolvedJudge,
     resolve_judge,
 )
+from ppo_rlhf.passes.engines import generate_responses
 from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
 from ppo_rlhf.rewards.scorers import build_reward_scorer
@@ -78,9 +81,21 @@ def evaluate(tokenizer, prompts):
     judge = ResolvedJudge(count_words, {"wordy_rate": lambda prompts, completions: [1.0] * len(completions)}, "words")
 
     def run(
-        policy, reference, *, judge=judge, prompts=prompts, seed=0, batch_size=64, samples=1, temperature=None, **how
+        policy,
+        reference,
+        *,
+        judge=judge,
+        prompts=prompts,
+        seed=0,
+        batch_size=64,
+        samples=1,
+        temperature=None,
+        ppo=ppo,
+        engine=None,
+        **how,
     ):
-        sampling = EvaluationConfig(temperature=temperature).sampling(sampling_settings(ppo, tokenizer, policy))
+        trained = replace(sampling_settings(ppo, tokenizer, policy), engine=engine)
+        sampling = EvaluationConfig(temperature=temperature).sampling(trained)
         evaluator = Evaluator(tokenizer, prompts, scorer, judge, ppo, sampling, seed, batch_size, samples)
         return evaluator.evaluate(policy, reference, **how)
 
@@ -128,6 +143,31 @@ def test_equal_policies_give_equal_responses_and_no_kl(evaluate, policies):
     assert result.completions == reference.completions
     assert np.abs(result.kl).max() < 1e-12
     assert (reference.kl == 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_engine", "own_passes"), [("float64", False, 0), ("bfloat16", False, 1), ("float64", True, 1)]
+)
+def test_the_policys_log_probabilities_are_those_of_its_sampler_unless_these_round_otherwise(
+    evaluate, policies, monkeypatch, dtype, has_engine, own_passes
+):
+    policy, reference = policies
+    passes, compute = [], policy_evaluation.compute_logprobs
+
+    def counted(model, *given, **how):
+        passes.append(model)
+        return compute(model, *given, **how)
+
+    monkeypatch.setattr(policy_evaluation, "compute_logprobs", counted)
+    ppo = PPOConfig(response_length=6, temperature=TEMPERATURE, dtype=dtype, device="cpu")
+
+    def engine(model, prompt_ids, settings):
+        noise = torch.linspace(0.05, 0.95, 6 * len(prompt_ids), dtype=torch.float64).view(-1, 6)
+        return generate_responses(model, prompt_ids, noise, replace(settings, engine=None))
+
+    evaluate(policy, reference, ppo=ppo, engine=engine if has_engine else None)
+    assert passes.count(reference) == 1
+    assert passes.count(policy) == own_passes
 
 
 def test_another_batch_size_changes_no_response_and_another_seed_does(evaluate, policies):

@@ -1,5 +1,8 @@
 """Device, precision and kernels of a run."""
 
+import platform
+
+import psutil
 import pytest
 import torch
 
@@ -82,6 +85,18 @@ def test_auto_is_the_best_device_there_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == torch.device("cuda")
     assert resolve_device("cpu") == CPU
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library gives memory back by other rules")
+def test_a_run_on_the_cpu_gives_large_freed_blocks_back(monkeypatch):
+    """By its own rule glibc would keep the blocks of the second round, below a block that is still in use."""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    resolve_device("cpu")
+    before = psutil.Process().memory_info().rss
+    for _ in range(2):
+        blocks = [torch.ones(2**19) for _ in range(64)]  # 2 MiB each
+        del blocks[:-1]
+    assert psutil.Process().memory_info().rss - before < 16 * 2**20
 
 
 def test_accelerates_use_of_the_cpu_holds_on_a_machine_with_a_gpu(monkeypatch):

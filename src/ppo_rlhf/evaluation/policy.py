@@ -27,6 +27,7 @@ from ppo_rlhf.passes.halvings import Halving, of_evaluations
 from ppo_rlhf.passes.sampling import SamplingSettings
 from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
+from ppo_rlhf.ppo.precision import frozen_dtype
 from ppo_rlhf.ppo.rollouts import compute_logprobs
 from ppo_rlhf.rewards.config import Reference, check_metric_name
 from ppo_rlhf.rewards.functions import call_reward_function
@@ -309,10 +310,12 @@ class Evaluator:
             kl = np.zeros(len(prompts))
             if reference_policy is not None:
                 how |= {"temperature": self.sampling.temperature, "pad_token_id": self.sampling.pad_token_id}
-                of_policy, of_reference = (
-                    compute_logprobs(model, prompts.prompt_ids, responses, self.config, device=device, **how)
-                    for model in (policy, reference_policy)
-                )
+                given = (prompts.prompt_ids, responses, self.config)
+                of_reference = compute_logprobs(reference_policy, *given, device=device, **how)
+                of_policy = responses.sampler_logprobs
+                # In 16 bits a step of decoding rounds unlike a whole pass, and an engine computes in its own way
+                if of_policy is None or self.sampling.engine or frozen_dtype(self.config).itemsize == 2:
+                    of_policy = compute_logprobs(policy, *given, device=device, **how)
                 # the log-probabilities of padding are 0, so the sum over positions counts only response tokens
                 kl = (of_policy.double() - of_reference.double()).sum(dim=1).numpy()
                 meet()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +24,10 @@ from ppo_rlhf.passes.sharding import sharded
 from ppo_rlhf.passes.token_rows import few_shapes_are_faster
 from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.runtime import processes
+
+LEAST_MAPPED = 2**20
+"""Bytes from which on glibc gives a freed block back. By its own rule it keeps blocks of up to 32 MiB, and a run takes
+more memory with each micro-batch, although as much is in use (docs/decisions/0021-memory-is-planned-by-formula.md)."""
 
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -74,7 +81,8 @@ def resolve_device(name: str) -> torch.device:
     """Return the device that `ppo.device` names; `auto` is this process's GPU, or the CPU without a GPU.
 
     On CUDA `resolve_device` also switches cuDNN's attention off for the whole process: cuDNN plans each new shape,
-    which took 40 ms on an H100, where torch's other attention kernels take 0.1 ms (docs/speed.md).
+    which took 40 ms on an H100, where torch's other attention kernels take 0.1 ms (docs/speed.md). On a CPU it lets
+    the process give large freed blocks back to the system (`LEAST_MAPPED`).
 
     Raises:
         ConfigError: torch does not know the device, this machine does not have the device, ACCELERATE_USE_CPU excludes
@@ -106,7 +114,17 @@ def resolve_device(name: str) -> torch.device:
             )
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+    elif device.type == "cpu":
+        _give_freed_blocks_back()
     return device
+
+
+def _give_freed_blocks_back() -> None:
+    """Let glibc give each freed block of at least `LEAST_MAPPED` bytes back, unless the user's variable says when."""
+    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(-3, LEAST_MAPPED)  # M_MMAP_THRESHOLD
 
 
 def make_accelerator(config: PPOConfig, device: torch.device, *, finds_unused: bool = False) -> Accelerator:
