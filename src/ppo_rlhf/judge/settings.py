@@ -37,7 +37,8 @@ class LLMJudgeConfig:
     `pairwise` a response gets 1 if both of the judge's answers prefer the response, 0 if both answers prefer the
     response that it is compared with, and 0.5 (a tie) otherwise."""
     criteria: str | None = None
-    """Description of a good response; None: one sentence on correctness and relevance. The template names it `criteria`."""
+    """Description of a good response; None: one sentence on correctness and relevance. The template names it
+    `criteria`."""
     template: str | None = None
     """Jinja template of the text that the judge gets; None: this package's. The template can use `prompt`, `criteria`,
     `messages` and the columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise
