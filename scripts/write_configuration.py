@@ -59,9 +59,9 @@ GROUPS = {
 }
 INTRODUCTION = """# Configuration reference
 
-This page lets you look up every setting: its type, its default, and in a sentence what it does.
-`python scripts/write_configuration.py` writes it from the docstrings, which say more ([PPOConfig](api/config.md)). When
-a run starts, the log advises on values outside their typical range.
+Every setting with its type, default and meaning. `python scripts/write_configuration.py` writes the page from the
+docstrings, which say more ([PPOConfig](api/config.md)). When a run starts, the log advises on values outside their
+typical range.
 
 Set a value in `conf/local/parameters.yml` under its group, or for one run with `--params ppo.kl_coef=0.1,seed=7`. The
 defaults are the code's. `conf/base/parameters_*.yml` goes over them, and your `conf/local` over both, or in its place

@@ -109,10 +109,7 @@ def test_attributes_of_trls_trainers_are_answered_with_ours_which_are_there(trai
     assert trainer.policy.device == trainer.state.learner.accelerator.device
 
 
-def test_the_page_has_the_table_with_a_reason_for_what_is_left_out():
-    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| (.+) \|$", PAGE.partition("## The names of TRL's trainers")[2], re.M)
-    on_page = {name: ours.replace("`", "") for names, ours in rows for name in re.findall(r"\w+", names)}
-    assert on_page.keys() == ARGUMENTS.keys()
-    for name, ours in ARGUMENTS.items():
-        reason = "leave it out: .+" if ours == "leave it out" else re.escape(ours)
-        assert re.fullmatch(reason, on_page[name]), name
+def test_the_names_on_the_page_are_those_of_the_errors():
+    names = re.findall(r"`(\w+)` is `(\w+)`", PAGE.partition("## The names of TRL's trainers")[2])
+    assert len(names) > 5
+    assert dict(names).items() <= ARGUMENTS.items()

@@ -49,7 +49,7 @@ class PPOConfig:
     """
 
     num_ppo_epochs: Annotated[int, Field(ge=1), Typical(1, 10, TUNING_GUIDE), Role("replaced")] = 4
-    """Passes over each batch of rollouts; 2 to 4 are usual."""
+    """Passes over each batch of rollouts. 2 to 4 are usual."""
     num_critic_epochs: Annotated[int, Field(ge=1), Typical(1, 20, TUNING_GUIDE), Role("replaced")] | None = None
     """Passes that train a critic with its own backbone; None: `num_ppo_epochs`. Passes beyond `num_ppo_epochs` train
     only the critic."""
@@ -62,7 +62,7 @@ class PPOConfig:
         Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, "DAPO, arXiv:2503.14476"), Role("taken", group="clipping")]
         | None
     ) = None
-    """Upper clipping range of the policy ("clip higher"; DAPO: 0.28); None: `cliprange`."""
+    """Upper clipping range of the policy; None: `cliprange`. DAPO ("clip higher") takes 0.28."""
     cliprange_value: Annotated[float, Field(gt=0.0), Typical(0.1, 0.5, TUNING_GUIDE), Role("taken")] | None = 0.2
     """Value clipping range, in units of the return; None: the value loss is not clipped. The value loss clips the
     critic's new values to a distance of at most cliprange_value from the critic's values at the rollout."""
@@ -74,23 +74,23 @@ class PPOConfig:
     gamma: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.95, 1.0, INSTRUCT_GPT), Role("taken")] = 1.0
     """Discount factor per token."""
     lam: Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "arXiv:1506.02438"), Role("taken")] = 0.95
-    """Lambda of generalised advantage estimation: 0 is one-step TD, 1 Monte Carlo."""
+    """Lambda of generalised advantage estimation. With 0 it is one-step TD, with 1 Monte Carlo."""
     lam_critic: (
         Annotated[float, Field(ge=0.0, le=1.0), Typical(0.9, 1.0, "VAPO, arXiv:2504.05118"), Role("taken")] | None
     ) = None
-    """GAE lambda of the critic's targets (VAPO: 1, for unbiased returns); None: `lam`."""
+    """GAE lambda of the critic's targets; None: `lam`. VAPO takes 1, for unbiased returns."""
     lam_alpha: Annotated[float, Field(gt=0.0), Typical(0.01, 2.0, "VAPO: 0.05; SAO: 1.5"), Role("taken")] | None = None
     """Makes the GAE lambda of the policy's advantages 1 - 1 / (lam_alpha x tokens of the response); None: `lam`. It is
     0 for responses of at most 1 / lam_alpha tokens. With lam_alpha, `lam` applies only to the critic's targets."""
     whiten_rewards: Annotated[bool, Role("taken")] = False
-    """Divide shaped rewards by their standard deviation over the batch, and keep their mean (as in TRL)."""
+    """Divide shaped rewards by their standard deviation over the batch, and keep their mean. TRL does so, too."""
     whiten_advantages: Annotated[bool, Role("taken")] = True
     """Shift and scale advantages to mean 0 and variance 1 over the response tokens of the batch."""
     entropy_coef: Annotated[
         float, Field(ge=0.0), Typical(0.0, 0.02, "arXiv:1707.06347, table 5: 0.01"), Role("taken")
     ] = 0.0
-    """Bonus per nat of the policy's exact entropy at `temperature`, subtracted from the policy loss. With 0 the policy
-    loss has no entropy bonus."""
+    """Bonus per nat of the policy's exact entropy at `temperature`. It is subtracted from the policy loss. With 0 the
+    policy loss has no entropy bonus."""
     positive_coef: Annotated[float, Field(ge=0.0), Typical(0.0, 0.3, "VAPO, arXiv:2504.05118: 0.1"), Role("taken")] = (
         0.0
     )
@@ -147,7 +147,7 @@ class PPOConfig:
     kl_target: Annotated[
         float, Field(gt=0.0), Typical(1.0, 20.0, "arXiv:1909.08593: 6"), Role("left out", group="adaptive_kl")
     ] = 6.0
-    """KL that the adaptive KL controller aims at, in nats per response (k1 summed over the tokens)."""
+    """KL that the adaptive controller aims at, in nats per response. It is k1, summed over the tokens."""
     kl_horizon: Annotated[
         float, Field(gt=0.0), Typical(100, 100_000, "arXiv:1909.08593: 10000"), Role("left out", group="adaptive_kl")
     ] = 10_000.0
@@ -163,18 +163,18 @@ class PPOConfig:
     """KL of a rollout batch, in nats per response, that stops training; None: no KL does."""
 
     reward_scale: Annotated[float, Field(gt=0.0), Typical(0.01, 10.0, TUNING_GUIDE), Role("taken")] = 1.0
-    """Factor of each response's score, after normalisation and before clipping."""
+    """Factor of each response's score. It is applied after normalisation and before clipping."""
     reward_clip: Annotated[float, Field(gt=0.0), Typical(0.5, 20.0, "DeepSpeed-Chat: 5"), Role("taken")] | None = None
-    """Clip each response's score to [-reward_clip, reward_clip] before penalties and KL are subtracted."""
+    """Clip each response's score to [-reward_clip, reward_clip]. Penalties and KL are subtracted afterwards."""
     reward_normalisation: Annotated[Literal["none", "running", "batch"], Role("taken")] = "none"
     """Shift and scale scores to mean 0 and variance 1. running: over all responses so far. batch: over each batch."""
     missing_eos_penalty: Annotated[float, Field(ge=0.0), Role("left out")] | None = None
-    """Penalty subtracted from the score of a response without a stop token, after normalisation, scaling and clipping.
-    Its unit is that of the scaled score."""
+    """Penalty subtracted from the score of a response without a stop token. It is subtracted after normalisation,
+    scaling and clipping. Its unit is that of the scaled score."""
     truncated_responses: Annotated[Literal["keep", "penalise", "replace", "mask", "bootstrap"], Role("left out")] = (
         "keep"
     )
-    """What happens to responses cut off at response_length. keep: nothing, apart from missing_eos_penalty. penalise:
+    """What becomes of responses cut off at response_length. keep: nothing, apart from missing_eos_penalty. penalise:
     subtract missing_eos_penalty from the score. replace: the score is -missing_eos_penalty. mask: no loss counts them.
     bootstrap: the score is the critic's value after the last token."""
     overlong_buffer: Annotated[int, Field(ge=1), Role("left out")] | None = None
@@ -213,7 +213,7 @@ class PPOConfig:
     adam_epsilon: Annotated[
         float, Field(gt=0.0), Typical(1e-8, 1e-5, "arXiv:1412.6980; baselines' PPO: 1e-5"), Role("taken")
     ] = 1e-8
-    """AdamW's epsilon, which keeps the step finite where gradients vanish."""
+    """AdamW's epsilon. It keeps the step finite where gradients vanish."""
     weight_decay: Annotated[float, Field(ge=0.0), Typical(0.0, 0.1, "arXiv:1711.05101"), Role("taken")] = 0.0
     """AdamW's decoupled weight decay. It applies to matrices, not to biases and norms."""
     max_grad_norm: Annotated[float, Field(gt=0.0), Typical(0.1, 10.0, TUNING_GUIDE), Role("taken")] = 1.0
@@ -236,8 +236,8 @@ class PPOConfig:
     num_mini_batches: Annotated[Count, Role("replaced")] = 1
     """Minibatches of a rollout batch, each with one optimiser step per PPO epoch."""
     local_rollout_forward_batch_size: Annotated[Count | None, Role("replaced", resume="rounds", record="here")] = None
-    """Largest number of responses that one device generates or scores at a time; None: as many as fit into free memory.
-    The number need not divide the rollout batch. In 16 bits the reference policy takes the update's micro-batches."""
+    """Largest number of responses that one device generates or scores at a time; None: as many as fit. The number need
+    not divide the rollout batch. In 16 bits the reference policy takes the update's micro-batches."""
     responses_per_prompt: Annotated[int, Field(ge=1), Typical(1, 16, "RLOO, arXiv:2402.14740: 4"), Role("taken")] = 1
     """Responses sampled for each prompt of a batch. Each has sampling noise of its own. responses_per_prompt must
     divide the batch size."""
@@ -245,17 +245,17 @@ class PPOConfig:
     """How often, at most, an iteration draws other prompts for those whose responses all score the same (dynamic
     sampling, DAPO, arXiv:2503.14476). 0 keeps all prompts."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2), Role("none", record="here")] | None = None
-    """Largest number of prompt and response tokens in one forward and backward pass. Padding counts where the
+    """Largest number of tokens in one forward and backward pass. Prompts and responses count. Padding counts where the
     architecture needs it. A beginning that prompts share counts once, and an eighth of it for each further row. A
-    single response with more tokens is its own micro-batch. None: on a GPU what fits into the memory that is free when
-    training starts (docs/memory.md); on a CPU, or with `deterministic`, no limit but per_device_train_batch_size."""
+    single response with more tokens is its own micro-batch. None: on a GPU what fits into free memory (docs/memory.md);
+    on a CPU, or with `deterministic`, no limit."""
 
     response_length: Annotated[
         int, Field(ge=1), Typical(8, 2048, TUNING_GUIDE), Role("replaced", record="sampling", varies=False)
     ] = 53
     """Largest number of tokens in a response, including its stop token."""
     min_response_length: Annotated[NonNegative, Role("left out", record="sampling")] = 0
-    """Smallest number of tokens in a response (with `environment`: in a turn), including its stop token. The sampler
+    """Smallest number of tokens in a response (with `environment`: in a turn). Its stop token counts. The sampler
     excludes stop tokens before token number min_response_length. The loss uses the distribution in which no stop tokens
     are excluded."""
     temperature: Annotated[float, Field(gt=0.0), Typical(0.5, 1.2, TUNING_GUIDE), Role("taken", record="sampling")] = (
@@ -280,12 +280,12 @@ class PPOConfig:
     over. With an environment, a response is a whole episode: `response_length` covers all turns of the policy and the
     environment's replies between the turns."""
     turn_length: Annotated[int, Field(ge=1), Role("left out", record="sampling")] | None = None
-    """For `environment`: largest number of tokens in one turn of the policy, including its stop token."""
+    """For `environment`: largest number of tokens in one turn of the policy. Its stop token counts."""
     overlong_prompts: Annotated[
         Literal["error", "drop", "truncate_left"], Role("none", record="here", varies=False)
     ] = "error"
-    """What to do with prompts that leave no room for response_length tokens in the model's context: stop with an error,
-    drop them, or cut off their start."""
+    """What to do with prompts that leave no room for response_length tokens: stop with an error, drop them, or cut off
+    their start."""
 
     value_model: Annotated[Literal["separate", "shared", "reward_init", "pretrained"], Role("taken")] = "separate"
     """Where the critic comes from. separate: a copy of the policy's backbone. reward_init: a copy of the reward model.
@@ -313,8 +313,8 @@ class PPOConfig:
     experts, only routers and experts that are plain linear layers get an adapter. A small model whose head is tied to
     its embeddings learns little without an adapter on the head (docs/results.md)."""
     load_in_4bit: Annotated[bool, Role("left out")] = False
-    """QLoRA (arXiv:2305.14314), for use_peft: bitsandbytes stores the shared frozen weights in NF4, in an eighth of
-    float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
+    """QLoRA (arXiv:2305.14314), for use_peft: bitsandbytes stores the shared frozen weights in NF4. They take an eighth
+    of float32's memory. The reward model keeps `dtype` (docs/memory.md)."""
     gradient_checkpointing: Annotated[bool, Role("left out")] = False
     """Recompute activations in the backward pass (arXiv:1604.06174). The activations are those of each layer of policy
     and critic. With gradient checkpointing the update takes about a third more time, and memory holds the activations
@@ -344,9 +344,9 @@ class PPOConfig:
     """Keep the reward model in host memory while it scores nothing."""
     rollout_engine: Annotated[Literal["static", "hf", "vllm"], Role("left out")] = "static"
     """Which code generates responses. static: this project's decoding loop, without padding. hf: transformers'
-    generate, slower, for checks and for architectures that need padding. vllm: vLLM, through TRL (docs/scaling.md).
-    Sequences that have ended leave the batch of static. vLLM gets the policy's weights before each rollout and uses its
-    own random numbers."""
+    generate, slower, for architectures that need padding. vllm: vLLM, through TRL (docs/scaling.md). Sequences that
+    have ended leave the batch of static. vLLM gets the policy's weights before each rollout and uses its own random
+    numbers."""
     vllm_mode: Annotated[Literal["colocate", "server"], Role("none", resume="free", record="here", group="vllm")] = (
         "colocate"
     )
@@ -356,11 +356,12 @@ class PPOConfig:
     vllm_server_timeout: Annotated[
         float, Field(gt=0.0), Role("none", resume="free", record="here", group="vllm.served")
     ] = 240.0
-    """Seconds to wait for the vLLM server at the start of the run and after a lost connection. Then the run stops."""
+    """Seconds to wait for the vLLM server. They count at the start of the run and after a lost connection. Then the run
+    stops."""
     vllm_gpu_memory_utilization: Annotated[
         float, Field(gt=0.0, le=1.0), Role("none", resume="free", record="here", group="vllm.colocated")
     ] = 0.3
-    """Share of the GPU's memory that a colocated vLLM reserves, for its weights and its cache."""
+    """Share of the GPU's memory that a colocated vLLM reserves. It holds the weights and the cache."""
     vllm_tensor_parallel_size: Annotated[Count, Role("none", resume="free", record="here", group="vllm.colocated")] = 1
     """GPUs, with one process each, that share one colocated vLLM."""
     vllm_enable_sleep_mode: Annotated[bool, Role("none", resume="free", record="here", group="vllm.colocated")] = False
@@ -372,8 +373,8 @@ class PPOConfig:
     device: Annotated[str, Role("none", resume="rounds", record="here")] = "auto"
     """A torch device such as cuda:1. auto: this process's GPU, or the CPU if there is no GPU."""
     deterministic: Annotated[bool, Role("none")] = False
-    """Use only torch's deterministic kernels, which are slower. With deterministic=true, runs on CUDA with the same
-    seed are equal bit for bit."""
+    """Use only torch's deterministic kernels. They are slower. With deterministic=true, runs on CUDA with the same seed
+    are equal bit for bit."""
     seed: Annotated[Seed, Role("taken", record="here")] = 42
     """Seed. All random numbers are a function of the seed, the iteration and the episode's index."""
     sft_model_path: Annotated[str | None, Role("none", record="here", group="model_path", varies=False)] = None
@@ -394,18 +395,17 @@ class PPOConfig:
     save_total_limit: Annotated[Count, Role("none", resume="free")] = 2
     """Number of newest checkpoints to keep for each run. The best checkpoint is kept as well."""
     max_time: Annotated[float, Field(gt=0.0), Role("none", resume="free", record="here")] | None = None
-    """Time limit of the process in hours, all stages included; None: no limit. At the time limit the run saves its
-    current iteration and stops, as after a termination signal. Set max_time below the time limit of a cluster's
-    queue."""
+    """Time limit of the process in hours; None: no limit. All stages count. At the time limit the run saves its current
+    iteration and stops, as after a termination signal. Set max_time below the time limit of a cluster's queue."""
     report_to: Annotated[str, Role("none", resume="free", record="here")] = "none"
     """Comma-separated names of transformers integrations that also get the metrics, such as tensorboard,wandb."""
     callbacks: Annotated[str | None, Role("none", resume="free", record="here")] = None
-    """Comma-separated `module:name` of transformers TrainerCallbacks, or of functions that return one
-    (docs/trainer.md). PPOTrainer also takes callback objects."""
+    """Comma-separated `module:name` of transformers TrainerCallbacks (docs/trainer.md). Functions that return one will
+    do, too. PPOTrainer also takes callback objects."""
     shutdown_grace_s: Annotated[float, Field(ge=0.0), Role("none", resume="free", record="here")] = 25.0
-    """Seconds for finishing the update and saving after SIGTERM, SIGINT or SIGHUP. A run that takes longer stops
-    without saving, and can resume from its last checkpoint. Ctrl-C at a terminal has no limit. Kubernetes kills a
-    process 30 seconds after SIGTERM. With 0 the run stops without saving."""
+    """Seconds for finishing the update and saving after a signal. The signals are SIGTERM, SIGINT and SIGHUP. A run
+    that takes longer stops without saving, and can resume from its last checkpoint. Ctrl-C at a terminal has no limit.
+    Kubernetes kills a process 30 seconds after SIGTERM. With 0 the run stops without saving."""
 
     # No setting: `of_run` gives the number, and `replace` passes it on
     _processes: InitVar[InstanceOf[_Processes] | None] = None

@@ -98,11 +98,11 @@ class EvaluationConfig:
     prompts. If there are more held-out prompts than iteration_prompts, the last point of each curve comes from another
     sample of prompts, and distinct-n, which falls with the number of responses, jumps at the last point."""
     on_exploitation: OnExploitation = "off"
-    """What a run does if an evaluation finds that the policy exploits its reward (docs/tuning.md). `warn` says so.
-    `stop` says so, ends training, and exports the policy of the best evaluation. The policy exploits its reward if
-    `judge`'s score fell from the best evaluation by more than noise, and the reward that PPO trains on did not fall. At
-    most 2 % of the runs in which nothing falls are warned or stopped. With `stop` the evaluations during training use
-    at most half of the held-out prompts, and the verdict on the best evaluation's policy uses the other half."""
+    """What a run does if the policy exploits its reward (docs/tuning.md). `warn` says so. `stop` also ends training,
+    and exports the best evaluation's policy. The policy exploits its reward if `judge`'s score fell from the best
+    evaluation by more than noise, and the reward that PPO trains on did not fall. At most 2 % of the runs in which
+    nothing falls are warned or stopped. With `stop` the evaluations during training use at most half of the held-out
+    prompts, and the verdict on the best evaluation's policy uses the other half."""
     batch_size: Annotated[int, Field(ge=1)] = 64
     """Responses generated or scored, or reference texts read, at a time."""
     prompts_path: str | None = None

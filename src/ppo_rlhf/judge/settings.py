@@ -37,16 +37,16 @@ class LLMJudgeConfig:
     `pairwise` a response gets 1 if both of the judge's answers prefer the response, 0 if both answers prefer the
     response that it is compared with, and 0.5 (a tie) otherwise."""
     criteria: str | None = None
-    """Description of a good response, for `{{ criteria }}` in the template; None: one sentence on correctness and
-    relevance."""
+    """Description of a good response; None: one sentence on correctness and relevance. The template names it
+    `criteria`."""
     template: str | None = None
     """Jinja template of the text that the judge gets; None: this package's. The template can use `prompt`, `criteria`,
     `messages` and the columns of the prompts; with scores also `response`, `lowest` and `highest`; with pairwise
     answers also `first` and `second`."""
     lowest: float | None = None
-    """Lowest score of `answer: score`, below which a number is unparsable; None: 1."""
+    """Lowest score of `answer: score`; None: 1. A lower number is unparsable."""
     highest: float | None = None
-    """Highest score of `answer: score`, above which a number is unparsable; None: 10."""
+    """Highest score of `answer: score`; None: 10. A higher number is unparsable."""
     against: str | None = None
     """Column of the prompts with the texts to compare with; None: SFT's responses, which only evaluations have. Only
     for `answer: pairwise`."""
@@ -62,13 +62,13 @@ class LLMJudgeConfig:
     """Largest number of tokens of an answer; None: the request names none. Models of OpenAI that refuse `max_tokens`
     take `extra_body: {max_completion_tokens: 1024}` instead."""
     extra_body: dict[str, JsonValue] = field(default_factory=dict)
-    """Further fields of each request, such as `seed`, vLLM's `chat_template_kwargs` or OpenAI's
+    """Further fields of each request, such as `seed`. Others are vLLM's `chat_template_kwargs` and OpenAI's
     `max_completion_tokens`. The temperature is 0 unless `extra_body` names another; a field with the value null is not
     sent."""
     concurrency: Annotated[int, Field(ge=1)] = 16
     """Largest number of simultaneous requests."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
-    """Timeout of a request in seconds, up to the answer's last byte."""
+    """Timeout of a request in seconds. It counts up to the answer's last byte."""
     max_retries: Annotated[int, Field(ge=0)] = 6
     """Retries of a request that the server fails to answer. It cannot be reached, times out, answers 408, 409, 429 or
     5xx, or its answer with status 200 has an error or no choices. The pauses between retries double from 0.5 to 8

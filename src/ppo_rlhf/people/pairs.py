@@ -65,8 +65,8 @@ class FeedbackConfig:
     instruction: str = "Which response is better?"
     """The question that MLflow's page shows."""
     export: str | None = None
-    """A new file for the pairs, for a program that asks people; None: one in their folder, and a review queue of
-    MLflow. A relative path is below the project."""
+    """A new file for the pairs; None: one in their folder, and a review queue of MLflow. A relative path is below the
+    project."""
     answers: str | None = None
     """People's answers for `human_evaluation`: a file of JSON lines or CSV, or `mlflow:<queue>`; None: that of
     `queue`."""

@@ -41,9 +41,9 @@ class RewardComponentConfig:
 
     type: Literal["model", "function", "llm"]
     """`model`: a reward model. `function`: a Python function `reward(prompts, completions, **columns)`. `llm`: a
-    language model that judges responses. See docs/rewards.md."""
+    language model. See docs/rewards.md."""
     weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Factor of the component's score in the reward; a negative one makes it a penalty."""
+    """Factor of the component's score in the reward. A negative one makes it a penalty."""
     path: str | None = None
     """For type `model`: directory or hub id of the reward model; None: the catalog's `reward_model`. That is the one of
     `reward_model_path`. A relative directory is below the project's."""
@@ -89,8 +89,8 @@ class RewardConfig:
     components: Annotated[list[RewardComponentConfig], Field(min_length=1)]
     """The terms of the reward, each with the settings of `reward.components`."""
     combine: RewardCombination = "sum"
-    """How the components' scores become the reward of a response. sum: their weighted sum. The others are for reward
-    models that may disagree (Coste et al. 2023, arXiv:2310.02743), take no weights, and measure the disagreement
+    """How the components' scores become the reward. sum: their weighted sum. The others are for reward models that may
+    disagree (Coste et al. 2023, arXiv:2310.02743), take no weights, and measure the disagreement
     (`reward/disagreement`). mean: their mean. min: the lowest normalised score. mean_minus_std: the mean of the
     normalised scores less their standard deviation. With min and mean_minus_std set `reward.normalise` to component."""
     normalise: Literal["total", "component"] = "total"

@@ -46,7 +46,7 @@ class OptimisationConfig:
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Longest sequence in tokens; None: the model's context."""
     group_by_length: bool = True
-    """Put rows of similar length into one batch, which needs less padding."""
+    """Put rows of similar length into one batch. It then needs less padding."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Training then needs less memory and is about a fifth slower."""
     bf16: bool = False

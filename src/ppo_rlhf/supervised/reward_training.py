@@ -64,7 +64,7 @@ class RewardModellingConfig(OptimisationConfig):
     minimum_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """The run stops if the accuracy on held-out pairs is lower. PPO would learn nothing from such a model."""
     normalise: bool = True
-    """Shift and scale scores to mean 0 and standard deviation 1 over the training responses. The saved weights do so.
+    """Normalise scores over the training responses. They get mean 0 and standard deviation 1. The saved weights do so.
     If the training responses are samples of the SFT policy, PPO starts at a mean score of 0."""
 
     labeller: Reference | None = None

@@ -45,7 +45,7 @@ class FromScratchConfig:
     """Sizes of a small Llama that is trained on the demonstrations alone, with a tokenizer of their words."""
 
     hidden_size: Size
-    """Width of the hidden states; an even multiple of num_attention_heads."""
+    """Width of the hidden states. It is an even multiple of num_attention_heads."""
     intermediate_size: Size
     """Width of each feed-forward network's hidden layer."""
     num_hidden_layers: Size
@@ -53,7 +53,7 @@ class FromScratchConfig:
     num_attention_heads: Size
     """Attention heads per layer."""
     max_position_embeddings: Size
-    """Context length in tokens, prompt and response together."""
+    """Context length in tokens. Prompt and response count together."""
 
     def __post_init__(self) -> None:
         # Rotary position embeddings (RoPE) rotate pairs of a head's dimensions, so each head needs an even width

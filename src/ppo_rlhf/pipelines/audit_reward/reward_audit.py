@@ -37,8 +37,7 @@ class AuditConfig:
     suffixes: list[str] = field(default_factory=lambda: ["!!!", "Thank you.", "I hope this helps."])
     """Constant texts that should not raise the reward of a response that they end. Each is an attack."""
     reference_column: str | None = None
-    """Column of the prompts with reference answers, for the attack that hides them among others; None: no such
-    attack."""
+    """Column of the prompts with reference answers, for the attack that hides them among others; None: no attack."""
     search_rewards: Annotated[int, Field(ge=0)] = 2000
     """Largest number of rewards that a search for further attacks asks; 0: no search. Those of the listed attacks do
     not count."""

@@ -26,8 +26,8 @@ class KLStudyConfig:
     kl_coefs: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=2), AfterValidator(_check_distinct)]
     """Fixed betas in score units per nat. Each beta is one training."""
     kl_target: Annotated[float, Field(gt=0.0)] | None = None
-    """Target KL, in nats per response, of one more training with the adaptive controller; None: no such training. The
-    controller starts from `ppo.kl_coef`."""
+    """Target KL, in nats per response, of one more training with the adaptive controller; None: none. The controller
+    starts from `ppo.kl_coef`."""
     kl_horizon: Annotated[float, Field(gt=0.0)] = 500.0
     """That training's `ppo.kl_horizon`. Set the horizon to a fifth of `ppo.total_episodes` or less."""
 

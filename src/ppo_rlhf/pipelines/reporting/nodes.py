@@ -44,7 +44,7 @@ class ReportingConfig:
     report_path: str = "data/08_reporting/report.html"
     """Path to which the catalog writes the page. The setting only prints the path."""
     expected_curve: charts.ExpectedCurve | None = None
-    """A reference curve, for example of a published run, drawn beside the run's own curve."""
+    """A reference curve, drawn beside the run's own. It may be that of a published run."""
 
 
 def plot_training(

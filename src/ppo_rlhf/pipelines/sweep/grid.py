@@ -27,8 +27,8 @@ class SweepConfig:
     """Which trainings a sweep compares. Settings that a sweep does not vary come from the groups `ppo` and `reward`."""
 
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = field(default_factory=dict)
-    """Settings of `ppo` and `reward` with lists of values, such as `ppo.kl_coef: [0.02, 0.08]` or
-    `reward.components.1.weight: [0.1, 1.0]`. The sweep trains all combinations of the values."""
+    """Settings of `ppo` and `reward` with lists of values, such as `ppo.kl_coef: [0.02, 0.08]`.
+    `reward.components.1.weight: [0.1, 1.0]` is another. The sweep trains all combinations of the values."""
     seeds: Annotated[list[Seed], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
     """Values of `ppo.seed`. The sweep trains each combination of `grid` with each seed."""
 
