@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from inputs import raw_rows, recipe
-from intervals import with_interval
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.best_of_n import best_of_n_mean
 from ppo_rlhf.core.randomness import episode_uniforms, permutation
@@ -35,6 +34,7 @@ from ppo_rlhf.data.prompts import PromptReader
 from ppo_rlhf.models.critic import Critic
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.passes.forward import backbone_of
+from ppo_rlhf.passes.sampling import Responses
 from ppo_rlhf.passes.sequences import sequence_batches
 from ppo_rlhf.ppo.batch_sampling import response_batch, sample_responses
 from ppo_rlhf.ppo.forward_passes import CriticForward
@@ -48,57 +48,63 @@ Samples = dict[str, Array]
 `logprobs` (of the whole answer) [M, N]; `values` [M, N, T + 1], column t that after t tokens of the answer; `greedy`
 and `greedy_lengths` [M]."""
 PREFIXES = (0, 4, 8, 16, 24)
-KS = (2, 4, 8, 16)
+KS = (2, 4, 8)
 HALVINGS: dict[str, tuple[int, dict[int, int]]] = {
     "4, halved after 4 and 8 tokens": (4, {4: 2, 8: 1}),
     "8, halved after 4 and 8 tokens": (8, {4: 4, 8: 2}),
-    "16, halved after 4, 8 and 12 tokens": (16, {4: 8, 8: 4, 12: 2}),
+    "8, halved after 4, 8 and 12 tokens": (8, {4: 4, 8: 2, 12: 1}),
     "8, two kept after 4 tokens": (8, {4: 2}),
-    "16, four kept after 4 tokens": (16, {4: 4}),
 }
 """Answers that are begun, and how many are kept after so many tokens; V at the end chooses among those that finish."""
 ROUNDS, DRAWS = 32, 2000
 
 
-def sample(policy: str, critic: str, prompts: int, answers: int, seed: int) -> Samples:
-    """Sample answers to held-out prompts, score them strictly, and compute the critic's values of their prefixes."""
+def sample(policy: str, critic: str, prompts: int, answers: int, seed: int, at_a_time: int = 8) -> Iterator[Samples]:
+    """Sample answers to held-out prompts, score them strictly, and compute the critic's values of their prefixes.
+
+    Yields the samples of `at_a_time` prompts after the other.
+    """
     config = PPOConfig(**recipe("obedience", seed)["ppo"])
     handle = PretrainedHandle(policy)
     model, stored = handle.frozen_lm(torch.float32, "cpu"), PretrainedHandle(critic).critic()
-    forward = CriticForward(Critic(backbone_of(stored), nn.Module.get_submodule(stored, "score")))
+    forward = CriticForward(Critic(backbone_of(stored), cast(nn.Linear, stored.score)))
     rows = raw_rows("obedience_held_out")
     chosen = permutation(len(rows), 0, "critic_ranks")[:prompts].tolist()
     held_out = PromptReader.of(handle, config).read(Dataset.from_list([rows[row] for row in chosen]), "prompt", "rows")
     settings = sampling_settings(config, handle.tokenizer(), model)
 
-    def scored(given: PromptDataset, noise: torch.Tensor, top_k: int = 0) -> dict[str, Any]:
+    def answered(given: PromptDataset, noise: Tensor, top_k: int = 0) -> tuple[Array, Responses]:
         responses = sample_responses(model, given, noise, replace(settings, top_k=top_k), config, batch_size=64)
         batch = response_batch(given, responses, handle.tokenizer())
-        return {"rewards": strict(given.texts, batch.completions, **batch.all_columns), "responses": responses}
+        return np.array(strict(given.texts, batch.completions, **batch.all_columns)), responses
 
-    greedy = scored(held_out, torch.zeros(prompts, config.response_length, dtype=torch.float64), top_k=1)
     noise = episode_uniforms(seed, "critic_ranks", 0, prompts * answers, config.response_length)
-    parts: list[dict[str, Any]] = []
-    at_a_time = max(1, 256 // answers)
     for start in range(0, prompts, at_a_time):
-        given = held_out.select([row for row in range(start, min(prompts, start + at_a_time)) for _ in range(answers)])
-        part = scored(given, noise[start * answers :][: len(given)])
-        responses, values = part["responses"], torch.zeros(len(given), config.response_length + 1)
+        some = range(start, min(prompts, start + at_a_time))
+        greedy, shortest = answered(held_out.select(some), noise[: len(some)], top_k=1)
+        given = held_out.select([row for row in some for _ in range(answers)])
+        rewards, responses = answered(given, noise[start * answers :][: len(given)])
+        values, inputs = (
+            torch.zeros(len(given), config.response_length + 1),
+            (responses.response_ids, responses.lengths),
+        )
         groups = [list(range(row, row + answers)) for row in range(0, len(given), answers)]
-        ids, inputs = given.prompt_ids[:], (responses.response_ids, responses.lengths)
-        with torch.no_grad():
-            for group in groups:
-                (inputs_of_group,) = sequence_batches(ids, *inputs, [group], settings.pad_token_id, fill=False)
-                found = forward(inputs_of_group)
-                values[group, : found.shape[1]] = found
-        parts.append({
-            "rewards": torch.tensor(part["rewards"]), "lengths": responses.lengths, "values": values,
-            "terminated": responses.terminated, "logprobs": responses.sampler_logprobs.sum(1),
-        })  # fmt: skip
-        print(f"{start + at_a_time} of {prompts} prompts", file=sys.stderr, flush=True)
-    joined = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0]}
-    shaped = {name: table.reshape(prompts, answers, *table.shape[1:]) for name, table in joined.items()}
-    return shaped | {"greedy": np.array(greedy["rewards"]), "greedy_lengths": greedy["responses"].lengths.numpy()}
+        for group in groups:
+            (batch,) = sequence_batches(given.prompt_ids[:], *inputs, [group], settings.pad_token_id, fill=False)
+            with torch.no_grad():
+                found = forward(batch)
+            values[group, : found.shape[1]] = found
+        logprobs = cast(Tensor, responses.sampler_logprobs).sum(1)
+        shaped = (len(some), answers)
+        yield {
+            "rewards": rewards.reshape(shaped),
+            "lengths": responses.lengths.numpy().reshape(shaped),
+            "terminated": responses.terminated.numpy().reshape(shaped),
+            "logprobs": logprobs.numpy().reshape(shaped),
+            "values": values.numpy().reshape(*shaped, -1),
+            "greedy": greedy,
+            "greedy_lengths": shortest.lengths.numpy(),
+        }
 
 
 def known(samples: Samples, tokens: int | None = None) -> Array:
@@ -142,8 +148,8 @@ def interval(values: Array, statistic: Callable[[Array], float] = lambda rows: f
 
 def best_of(samples: Samples, scores: Array, k: int) -> tuple[Array, Array]:
     """Return of each prompt the expected reward of the best of k answers by `scores` [M, N], and its tokens."""
-    scores, rewards = (torch.tensor(each, dtype=torch.float64) for each in (scores, samples["rewards"]))
-    return best_of_n_mean(scores, rewards, k).numpy(), k * samples["lengths"].mean(1)
+    expected = best_of_n_mean(torch.tensor(scores), torch.tensor(samples["rewards"]), k)
+    return expected.numpy(), k * samples["lengths"].mean(1)
 
 
 def halved(samples: Samples, begun: int, kept: dict[int, int], rounds: int = ROUNDS) -> tuple[Array, Array]:
@@ -166,57 +172,72 @@ def halved(samples: Samples, begun: int, kept: dict[int, int], rounds: int = ROU
     return reward / rounds, cost / rounds
 
 
-def ranks(samples: Samples) -> list[list[str]]:
-    """Return the rows that say how V ranks the answers to a prompt, by the number of tokens that it has seen."""
-    lines = []
+def ranks(samples: Samples) -> dict[str, tuple[str, str]]:
+    """Return of each score its correlation and AUC with the reward within a prompt, with their intervals."""
     columns: dict[str, Array] = {f"V after {tokens} tokens": known(samples, tokens) for tokens in PREFIXES}
-    columns |= {"V before the last token": known(samples)}
     after = np.take_along_axis(samples["values"], samples["lengths"][..., None], axis=2)[..., 0]
-    columns |= {"V after the last token": after.astype(np.float64), "log-probability": samples["logprobs"]}
-    columns["log-probability a token"] = samples["logprobs"] / samples["lengths"]
+    columns |= {"V before the last token": known(samples), "V after the last token": after.astype(np.float64)}
+    columns |= logprobs(samples)
+    found = {}
     for name, scores in columns.items():
-        going_on = float((samples["lengths"] > PREFIXES[list(columns).index(name)]).mean()) if "tokens" in name else 0.0
         within = interval(moments(scores, samples["rewards"]), correlation)
         area = interval(auc(scores, samples["rewards"]))
-        lines.append(
-            [name, f"{going_on:.2f}", *(f"{x:.3f} [{low:.3f}, {high:.3f}]" for x, low, high in (within, area))]
-        )
-    return lines
+        found[name] = words(within), words(area)
+    return found
+
+
+def logprobs(samples: Samples) -> dict[str, Array]:
+    """Return the scores [M, N] by which the policy alone would choose."""
+    whole = samples["logprobs"].astype(np.float64)
+    return {"log-probability": whole, "log-probability a token": whole / samples["lengths"]}
+
+
+def words(found: tuple[float, ...], form: str = ".2f") -> str:
+    """Return a number with its interval as text."""
+    middle, low, high = (f"{each:{form}}" for each in found)
+    return f"{middle} [{low}, {high}]"
+
+
+def facts(samples: Samples) -> str:
+    """Return one line of what the samples are, and how V ranks prompts."""
+    rewards, first = samples["rewards"], samples["values"][:, 0, 0]
+    inside = rewards.var(axis=1).mean() / rewards.var()
+    going_on = ", ".join(f"{(samples['lengths'] > tokens).mean():.2f} after {tokens}" for tokens in PREFIXES)
+    between = np.corrcoef(first, rewards.mean(1))[0, 1]
+    return (
+        f"{rewards.shape[0]} prompts, {rewards.shape[1]} answers of {samples['lengths'].mean():.1f} tokens, cut off "
+        f"{1 - samples['terminated'].mean():.3f}; going on: {going_on}. Within prompts lies {inside:.2f} of the "
+        f"rewards' variance; V before an answer correlates by {between:.2f} with the prompt's mean reward."
+    )
 
 
 def choices(samples: Samples) -> dict[str, tuple[Array, Array]]:
     """Return of each way of choosing an answer the reward and the generated tokens of each prompt."""
     found = {"plain sampling": (samples["rewards"].mean(1), samples["lengths"].mean(1))}
     found["greedy"] = samples["greedy"], samples["greedy_lengths"]
-    end, mean_logprob = known(samples), samples["logprobs"] / samples["lengths"]
-    by = {"the reward": samples["rewards"], "V": end, "log-probability": samples["logprobs"]}
-    by["log-probability a token"] = mean_logprob
-    for name, scores in by.items():
+    for name, scores in {"the reward": samples["rewards"], "V": known(samples), **logprobs(samples)}.items():
         found |= {f"best of {k} by {name}": best_of(samples, scores, k) for k in KS if k <= scores.shape[1]}
-    return found | {name: halved(samples, *of) for name, of in HALVINGS.items() if of[0] <= samples["lengths"].shape[1]}
+    halvings = {name: of for name, of in HALVINGS.items() if of[0] <= samples["lengths"].shape[1]}
+    return found | {name: halved(samples, *of) for name, of in halvings.items()}
 
 
 def report(runs: list[Samples]) -> str:
-    """Return the tables: how V ranks in each run, and what each way of choosing reaches and costs."""
-    lines = [["score", "answers that go on", "correlation within a prompt", "AUC within a prompt"], ["---"] * 4]
-    between = []
-    for samples in runs:
-        lines += ranks(samples)
-        means = samples["rewards"].mean(1), samples["values"][:, 0, 0]
-        between.append(f"{np.corrcoef(*means)[0, 1]:.3f}")
-        total, inside = samples["rewards"].var(), samples["rewards"].var(axis=1).mean()
-        between.append(f"{inside / total:.2f} of the rewards' variance is within prompts")
+    """Return the tables: how V ranks in each run, and what each way of choosing reaches and costs.
+
+    Gains are means over the prompts of all runs, and their intervals those of a bootstrap over them.
+    """
+    head = [f"{what}, run {number + 1}" for number in range(len(runs)) for what in ("correlation", "AUC")]
+    ranked = [ranks(samples) for samples in runs]
+    lines = [["score", *head], ["---"] * (1 + len(head))]
+    lines += [[name, *(cell for of in ranked for cell in of[name])] for name in ranked[0]]
     found = [choices(samples) for samples in runs]
-    rows = [["answer", "tokens, of plain sampling", "strict reward", "gain over plain sampling"], ["---"] * 4]
+    rows = [["answer", "tokens, of plain sampling", "strict reward by run", "gain over plain sampling"], ["---"] * 4]
     for name in found[0]:
-        rewards = [of[name][0] for of in found]
-        plain = [of["plain sampling"] for of in found]
-        share = [float(of[name][1].mean() / base[1].mean()) for of, base in zip(found, plain, strict=True)]
-        gain, low, high = interval(np.concatenate([r - base[0] for r, base in zip(rewards, plain, strict=True)]))
-        mean = with_interval([float(each.mean()) for each in rewards])
-        rows.append([name, f"{np.mean(share):.2f}", mean, f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"])
-    return "\n\n".join((markdown(lines), "V before the answer against the prompt's mean reward: " + ", ".join(between),
-                        markdown(rows)))  # fmt: skip
+        share = [of[name][1].mean() / of["plain sampling"][1].mean() for of in found]
+        gain = interval(np.concatenate([of[name][0] - of["plain sampling"][0] for of in found]))
+        rewards = ", ".join(f"{of[name][0].mean():.3f}" for of in found)
+        rows.append([name, f"{np.mean(share):.2f}", rewards, words(gain, "+.3f")])
+    return "\n\n".join([markdown(lines), *map(facts, runs), markdown(rows)])
 
 
 def main() -> None:
@@ -226,7 +247,7 @@ def main() -> None:
     sampling = commands.add_parser("sample")
     for name in ("--policy", "--critic"):
         sampling.add_argument(name, required=True)
-    for name, default in {"--prompts": 256, "--answers": 16, "--seed": 0}.items():
+    for name, default in {"--prompts": 256, "--answers": 8, "--seed": 0}.items():
         sampling.add_argument(name, type=int, default=default)
     sampling.add_argument("--out", type=Path, required=True)
     commands.add_parser("report").add_argument("files", type=lambda text: text.split(","))
@@ -234,7 +255,12 @@ def main() -> None:
     if given.command == "report":
         print(report([dict(np.load(file)) for file in given.files]))
         return
-    np.savez_compressed(given.out, **sample(given.policy, given.critic, given.prompts, given.answers, given.seed))
+    parts: list[Samples] = []
+    for part in sample(given.policy, given.critic, given.prompts, given.answers, given.seed):
+        parts.append(part)  # all so far are written, for a report before the end
+        joined = {name: np.concatenate([each[name] for each in parts]) for name in part}
+        np.savez_compressed(given.out, allow_pickle=False, **joined)
+        print(f"{len(joined['greedy'])} of {given.prompts} prompts", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -520,7 +520,7 @@ def test_values_of_sampled_answers_are_those_of_the_stored_critic_on_each_answer
     monkeypatch.setattr(
         critic_ranks, "sequence_batches", lambda *given, **how: seen.append(given) or batches(*given, **how)
     )
-    samples = critic_ranks.sample(policy, critic, 3, 2, 0)
+    (samples,) = critic_ranks.sample(policy, critic, 3, 2, 0)
     prompts, responses, lengths, *_ = seen[0]
     assert samples["lengths"].ravel().tolist() == lengths.tolist()
     for row, found in enumerate(torch.tensor(samples["values"]).reshape(6, 41)):
