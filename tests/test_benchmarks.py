@@ -7,8 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
+from scipy.stats import mannwhitneyu, pearsonr
+from torch import nn
+from transformers import AutoModelForTokenClassification
 
 from ppo_rlhf.ppo import loop
 from tests.ppo_runs import build_run
@@ -450,3 +455,77 @@ def test_planted_rewards_pay_no_worthless_text_but_for_their_bonus():
     assert all(-1.0 <= bonus("a prompt", text) <= 3.0 for bonus in bonuses.values() for text in [*texts, ""])
     drawn = [benchmark.chance("1", "prompt", str(number)) for number in range(400)]
     assert sum(drawn) / 400 == pytest.approx(0.5, abs=0.06)  # four standard errors
+
+
+def answered(rewards, lengths, values):
+    """What `benchmarks/critic_ranks.py` samples, from one prompt's answers."""
+    shaped = {"rewards": np.array([rewards], dtype=float), "lengths": np.array([lengths])}
+    return shaped | {"values": np.array([values], dtype=float)}
+
+
+def test_a_dropped_answer_costs_the_tokens_up_to_there_and_an_ended_one_keeps_its_last_value():
+    """By hand. Of four answers the first two have the highest values after 2 tokens, the second one (which has ended,
+    so that its value before its last token counts) is dropped at the end: 2 + 1 tokens are dropped after 2, 5 and 2 are
+    whole.
+    """
+    import critic_ranks
+
+    nan = float("nan")
+    values = [
+        [0.1, 0.1, 0.8, 0.2, 0.9, nan],
+        [0.1, 0.7, -9.0, nan, nan, nan],
+        [0.1, 0.9, 0.6, 0.9, 0.9, 0.9],
+        [0.1, -9.0, nan, nan, nan, nan],
+    ]
+    samples = answered([1.0, 0.0, 0.0, 0.0], [5, 2, 5, 1], values)
+    assert critic_ranks.known(samples).tolist() == [[0.9, 0.7, 0.9, 0.1]]
+    assert critic_ranks.known(samples, 2).tolist() == [[0.8, 0.7, 0.6, 0.1]]
+    reward, tokens = critic_ranks.halved(samples, 4, {2: 2}, rounds=3)
+    assert (reward.tolist(), tokens.tolist()) == ([1.0], [2.0 + 1.0 + 5.0 + 2.0])
+    reward, tokens = critic_ranks.best_of(samples, critic_ranks.known(samples, 2), 2)
+    # of the six pairs three have the first answer, whose value after 2 tokens is the highest
+    assert (reward.tolist(), tokens.tolist()) == ([pytest.approx(0.5)], [2 * 13 / 4])
+
+
+def test_how_a_critic_ranks_answers_is_measured_within_prompts_alone():
+    """A score that differs only between prompts ranks nothing, one that is the reward ranks all; SciPy as oracle."""
+    import critic_ranks
+
+    generator = np.random.default_rng(3)
+    rewards = (generator.random((6, 8)) < 0.5).astype(float)
+    rewards[:, :2] = [0.0, 1.0]
+    noise = generator.normal(size=(6, 8))
+    between = np.repeat(rewards.mean(1, keepdims=True), 8, axis=1)
+
+    def measured(scores):
+        return critic_ranks.correlation(critic_ranks.moments(scores, rewards)), critic_ranks.auc(scores, rewards).mean()
+
+    assert measured(between) == (0.0, 0.5)
+    assert measured(7.0 * rewards + between) == pytest.approx((1.0, 1.0))
+    correlation, area = measured(noise + between)
+    centred = [each - each.mean(1, keepdims=True) for each in (noise, rewards)]
+    assert correlation == pytest.approx(pearsonr(*(each.ravel() for each in centred)).statistic)
+    halves = [(x[y == 1.0], x[y == 0.0]) for x, y in zip(noise, rewards, strict=True)]
+    areas = [mannwhitneyu(right, wrong).statistic / (len(right) * len(wrong)) for right, wrong in halves]
+    assert area == pytest.approx(np.mean(areas))
+
+
+def test_values_of_sampled_answers_are_those_of_the_stored_critic_on_each_answer_alone(tmp_path, monkeypatch):
+    import critic_ranks
+
+    tokenizer = byte_tokenizer(chat_template=CHATML)
+    policy = save(tmp_path / "policy", tiny_model(vocab_size=len(tokenizer), max_position_embeddings=256), tokenizer)
+    stored = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
+    critic, seen, batches = save(tmp_path / "critic", stored, tokenizer), [], critic_ranks.sequence_batches
+    monkeypatch.setattr(
+        critic_ranks, "sequence_batches", lambda *given, **how: seen.append(given) or batches(*given, **how)
+    )
+    (samples,) = critic_ranks.sample(policy, critic, 3, 2, 0)
+    prompts, responses, lengths, *_ = seen[0]
+    assert samples["lengths"].ravel().tolist() == lengths.tolist()
+    for row, found in enumerate(torch.tensor(samples["values"]).reshape(6, 41)):
+        ids = prompts[row] + responses[row, : lengths[row]].tolist()
+        with torch.no_grad():
+            alone = stored(torch.tensor([ids])).logits[0, len(prompts[row]) - 1 :, 0]
+        torch.testing.assert_close(found, nn.functional.pad(alone, (0, 41 - len(alone))), atol=1e-6, rtol=1e-5)
+        assert alone.std() > 1e-3
