@@ -50,9 +50,9 @@ PRESETS = {
         30, 576, 9, 49152, batch=16, minibatch=8, prompt_length=64, response_length=40, epochs=2, chats=True
     ),
 }
-PRESETS["smollm2_400"] = replace(PRESETS["smollm2"], prompt_length=512, system_words=320)
+PRESETS["smollm2_400"] = replace(PRESETS["smollm2"], batch=8, minibatch=4, prompt_length=512, system_words=320)
 """toy tries the scripts; gpt2 is GPT-2 124M, for a GPU; smollm2 is SmolLM2-135M-Instruct, whose prompts begin with the
-same 24 tokens, in smollm2_400 with the same 398.
+same 24 tokens, in smollm2_400 with the same 398, where 16 prompts in minibatches of 8 take TRL more than 18.5 GiB.
 """
 QUIET_PEER = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
