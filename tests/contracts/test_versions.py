@@ -69,9 +69,17 @@ def test_ci_tries_the_lowest_versions_with_the_rooms_that_depend_on_them(tmp_pat
     assert told.returncode == 1, told.stderr
 
 
+def test_ci_runs_slow_tests_too_with_the_pinned_versions_if_it_is_asked_for_all(tmp_path: Path) -> None:
+    told = run_ci("--all", tmp_path)
+    installed, tested = told.stdout.splitlines()
+    assert installed == "pip install -e .[dev] -c constraints.txt --quiet"
+    assert tested == "pytest -n auto -q -p no:cacheprovider -m not gpu --durations=15"
+    assert told.returncode == 1, told.stderr
+
+
 def test_ci_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:
     told = run_ci("--newer", tmp_path)
-    assert told.stderr == ".ci/run: there is no --newer; it takes --newest, --lowest or nothing\n"
+    assert told.stderr == ".ci/run: there is no --newer; it takes --all, --newest, --lowest or nothing\n"
     assert (told.returncode, told.stdout) == (2, "")
 
 
