@@ -49,6 +49,8 @@ class Hub(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        if method == "HEAD":  # of a file of a model: the repositories here are only pushed to
+            return 404, {"error": "Repository not found"}
         parts, repo = path.strip("/").split("/"), None
         if parts[:2] == ["api", "models"]:
             name, rest = "/".join(parts[2:4]), parts[4:]
@@ -121,9 +123,10 @@ class _Request(BaseHTTPRequestHandler):
         if status == 404:
             self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
-    do_GET = do_POST = do_PUT = _answer  # noqa: N815  # names of the base class
+    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815  # names of the base class
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -139,6 +142,8 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, token: str | None = TOKEN) -> I
     monkeypatch.setenv("HF_TOKEN", token or "")
     hub = Hub()
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    files = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
     utils.close_session()
     thread = threading.Thread(target=hub.serve_forever)
     thread.start()

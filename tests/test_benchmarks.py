@@ -336,6 +336,7 @@ def test_a_comparison_that_is_cut_off_has_told_of_each_side(tmp_path):
     assert found == [("ours", "experience 1.00 s, update 2.00 s, iteration 3.00 s")]
 
 
+@pytest.mark.slow
 def test_the_report_can_be_tried_without_a_gpu(tmp_path, capfd):
     import gpu_report
 

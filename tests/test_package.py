@@ -38,7 +38,12 @@ def test_bitsandbytes_does_not_warn_of_what_only_weights_in_four_bits_use() -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["registry list", "clean --help", "run --env test --params ppo.kl_coeff=1"], ids=lambda given: given[:8]
+    "command",
+    [
+        *(pytest.param(command, marks=pytest.mark.slow) for command in ("registry list", "clean --help")),
+        "run --env test --params ppo.kl_coeff=1",
+    ],
+    ids=lambda given: given[:8],
 )
 def test_commands_that_train_nothing_import_no_library_of_training(command: str) -> None:
     """peft, and with it bitsandbytes, costs two seconds."""

@@ -14,6 +14,8 @@ from ppo_rlhf.evaluation.since_best import SCORES, TRAINED_REWARD, since_best
 from tests.advice.support import config, history
 from tests.evaluation.test_since_best import evaluation
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, EVALUATIONS = 64, 12
 CORRELATIONS = (0.0, 0.5, 0.9, 0.99)
 ERROR = 1.0 / math.sqrt(PROMPTS)
@@ -46,19 +48,14 @@ def is_called_hacked(judge: np.ndarray) -> bool:
     return "reward_hacked" in {item.rule.name for item in advise(config(), history(curves))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
-)
+@pytest.mark.parametrize("correlation", CORRELATIONS)
 def test_at_most_two_per_cent_of_runs_without_a_change_are_called_hacked(correlation: float):
     """Before, 87, 80, 69 and 62 per cent: the best of several noisy evaluations is above the last one."""
     rng = np.random.default_rng(1)
     assert np.mean([is_called_hacked(noisy_scores(rng, correlation)) for _ in range(300)]) <= 0.02
 
 
-@pytest.mark.parametrize(
-    "correlation", [*CORRELATIONS[:1], *(pytest.param(case, marks=pytest.mark.slow) for case in CORRELATIONS[1:])]
-)
+@pytest.mark.parametrize("correlation", CORRELATIONS)
 def test_at_least_four_fifths_of_the_falls_of_five_standard_errors_are_found(correlation: float):
     """Of one evaluation's error, or of the pair's, whichever is smaller."""
     rng = np.random.default_rng(2)
@@ -72,7 +69,6 @@ def test_at_least_four_fifths_of_the_falls_of_five_standard_errors_are_found(cor
     assert np.mean(found) >= 0.8
 
 
-@pytest.mark.slow
 def test_runs_whose_judge_rises_by_two_standard_errors_are_not_called_hacked():
     """Before, 64 per cent."""
     rng = np.random.default_rng(3)

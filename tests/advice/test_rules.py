@@ -248,7 +248,7 @@ def test_a_critic_that_explains_nothing_is_named_at_the_end_of_a_short_run_or_af
     assert ("critic_explains_nothing" in fired(settings, useless, iterations)) is fires
 
 
-@pytest.mark.parametrize("noise", [0.05, 0.3])
+@pytest.mark.parametrize("noise", [pytest.param(0.05, marks=pytest.mark.slow), 0.3])
 def test_a_critic_that_explains_a_third_is_rarely_named_whatever_the_noise(noise: float):
     """Each iteration's explained variance is 0.3 with noise, in runs of 16 iterations."""
     rng, named = np.random.default_rng(0), 0

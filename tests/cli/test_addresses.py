@@ -36,7 +36,7 @@ RUNS = {
     "feedback.answers": "--pipelines human_evaluation",
 }
 """Arguments of `kedro run` that read each setting."""
-BY_DEFAULT = ("prompts_path", "sft_model_path", "ppo.vllm_server_base_url", "evaluation.judge")
+BY_DEFAULT = ("ppo.vllm_server_base_url", "evaluation.judge")
 
 
 @pytest.fixture
@@ -74,7 +74,13 @@ def test_every_path_and_address_of_the_settings_is_tried():
     assert paths | {f"ppo.{name}" for name in addresses} <= RUNS.keys()
 
 
-@pytest.mark.parametrize("command", [["run", "--pipelines", "align", "--params", f"{SMALL},{MINE}"], ["advise"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["run", "--pipelines", "align", "--params", f"{SMALL},{MINE}"], marks=pytest.mark.slow),
+        ["advise"],
+    ],
+)
 def test_the_tracking_store_is_named_without_its_secrets(kedro: Callable[..., Result], own: Path, command, caplog):
     (own / "conf" / "local" / "mlflow.yml").write_text(f"server: {{mlflow_tracking_uri: '{ADDRESS}'}}\n")
     check_hidden(kedro(own, *command), own, caplog.text)

@@ -102,6 +102,7 @@ def test_what_people_decided_last_about_the_policy_of_a_run_is_said(kedro: Kedro
     assert advised(kedro, toy_project)[1] == "By people: PPO beats SFT."
 
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_is_judged_by_the_batch_of_all(kedro: Kedro, toy_project: Path):
     own = {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "1", "num_mini_batches": "1"}
     ours = {
@@ -131,6 +132,7 @@ def test_a_run_is_judged_by_its_id_with_its_own_settings(kedro: Kedro, toy_proje
     assert lines[1].startswith("Nothing to change: ")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_judged_by_what_it_has(kedro: Kedro, toy_project: Path):
     record(toy_project, history(iterations=4))
     first, second = advised(kedro, toy_project)

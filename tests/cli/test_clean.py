@@ -241,6 +241,7 @@ def test_a_run_that_another_process_goes_on_with_is_not_touched(kedro: Kedro, re
     assert lines[-1] == "Kept: 1 running."
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(subprocess.run(["unshare", "--pid", "--fork", "true"]).returncode != 0, reason="no PID namespaces")
 @pytest.mark.parametrize("status", ["RUNNING", "FINISHED"])
 def test_a_run_of_another_container_is_alive_while_it_holds_its_lock_though_both_have_process_id_1(
@@ -273,6 +274,7 @@ def test_a_run_of_another_container_is_alive_while_it_holds_its_lock_though_both
     assert recorded.left() == ({alive} if status == "RUNNING" else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parent", ["finished", "gone"])
 def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, recorded: Recorded, parent: str):
     above = recorded.run() if parent == "finished" else "a" * 32
@@ -284,6 +286,7 @@ def test_a_run_below_another_one_is_asked_for_its_own_checkpoints(kedro: Kedro, 
     assert lines[-1].startswith("Kept: 1 to be resumed.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_linked", [False, True])
 def test_an_unfinished_run_with_checkpoints_outside_of_the_project_stays(
     kedro: Kedro, recorded: Recorded, is_linked: bool
@@ -300,6 +303,7 @@ def test_an_unfinished_run_with_checkpoints_outside_of_the_project_stays(
     assert lines[-1] == "Kept: 1 to be resumed, 1 folders outside the project."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mount_point", ["data/06_models", "data/06_models/ppo_checkpoints"])
 def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_away(
     kedro: Kedro, recorded: Recorded, mount_point: str
@@ -319,6 +323,7 @@ def test_an_unfinished_run_outlives_a_clean_while_a_disk_inside_the_project_is_a
     assert (recorded.models / "ppo_checkpoints" / killed / "iteration_000001" / "state.json").is_file()
 
 
+@pytest.mark.slow
 def test_runs_without_a_folder_here_are_neither_touched_nor_counted(kedro: Kedro, recorded: Recorded):
     """As those of another project, or of another container with the same host name and path, on a shared store."""
     old, own, other, another_program = recorded.run(), recorded.run(), recorded.run("FAILED"), recorded.run(root="")
@@ -340,6 +345,7 @@ def test_a_damaged_record_of_a_run_is_named_and_nothing_is_deleted(kedro: Kedro,
     assert recorded.left() == {*runs}
 
 
+@pytest.mark.slow
 def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, recorded: Recorded):
     outside = recorded.folder.parent / "disk"
     (recorded.folder / "conf/local/globals.yml").write_text(f"data_root: {outside}\n")
@@ -353,6 +359,7 @@ def test_a_run_with_its_folders_on_another_disk_counts_for_keep(kedro: Kedro, re
     assert lines[-1] == "Kept: 1 newest, 2 folders outside the project."
 
 
+@pytest.mark.slow
 def test_the_lines_are_printed_when_the_project_is_free_again(kedro: Kedro, recorded: Recorded, monkeypatch):
     """`kedro clean | less` would block every start of a run until the reader has turned the page."""
     recorded.run()
@@ -364,6 +371,7 @@ def test_the_lines_are_printed_when_the_project_is_free_again(kedro: Kedro, reco
     assert set(codes) == {0}
 
 
+@pytest.mark.slow
 def test_what_was_deleted_is_told_though_the_rest_cannot_be(kedro: Kedro, recorded: Recorded, monkeypatch):
     first, second = recorded.run(), recorded.run()
     remove = shutil.rmtree
@@ -381,6 +389,7 @@ def test_what_was_deleted_is_told_though_the_rest_cannot_be(kedro: Kedro, record
     assert "Error: kedro clean did not finish: [Errno 13] Permission denied" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_project_that_was_moved_keeps_and_deletes_the_same(kedro: Kedro, recorded: Recorded):
     versions = [recorded.version("sft_policy", version) for version in VERSIONS]
     read, old, failed = recorded.run(writes=versions[0]), recorded.run(writes=versions[1]), recorded.run("FAILED")

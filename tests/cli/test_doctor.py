@@ -139,9 +139,9 @@ def test_settings_files_and_functions_are_checked_as_before_a_run(kedro: Kedro, 
     ("arguments", "named"),
     [
         (["--params", "ppo.kl_coeff=1"], "`kl_coef`"),
-        (["--params", "sead=1"], "`seed`"),
+        pytest.param(["--params", "sead=1"], "`seed`", marks=pytest.mark.slow),
         (["--pipelines", "algin"], "align"),
-        (["--env", "nowhere"], "nowhere"),
+        pytest.param(["--env", "nowhere"], "nowhere", marks=pytest.mark.slow),
         (["--params", "ppo=1", "--batch", "8"], "Expected dict for dataclass PPOConfig"),
     ],
     ids=lambda value: "".join(value),
@@ -181,6 +181,7 @@ def test_a_store_that_does_not_answer_or_cannot_be_read_is_named_without_its_pas
     assert "broken.db" in line
 
 
+@pytest.mark.slow
 def test_the_probes_train_a_project_s_settings_and_a_failed_one_is_a_problem(
     kedro: Kedro, own: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -205,6 +206,7 @@ def test_pipelines_that_do_not_train_by_ppo_have_nothing_to_probe(kedro: Kedro, 
     assert "do not train" in line
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_is_a_problem_of_the_memory_and_of_the_probes(kedro: Kedro, own: Path):
     found = examined(kedro, own, *ALIGN, "--model", "missing/config.json", "--probe", exit_code=1)
     for part in ("Memory", "Probe"):

@@ -105,6 +105,7 @@ def test_without_a_prompt_lines_are_read_until_an_empty_one(own: Path, monkeypat
     assert "c d" not in lines
 
 
+@pytest.mark.slow
 def test_several_prompts_are_answered_in_turn_as_lines_are_and_one_that_is_refused_is_named(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -120,6 +121,7 @@ def test_several_prompts_are_answered_in_turn_as_lines_are_and_one_that_is_refus
     assert with_long.stderr.splitlines()[-1].startswith("Error: prompt 2: 1 of 1 prompts")
 
 
+@pytest.mark.slow
 def test_without_any_prompt_it_ends_in_one_line(own: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(own)
     result = CliRunner().invoke(KedroCLI(own), ["generate"], input="\n")
@@ -145,6 +147,7 @@ def test_settings_that_are_typed_and_not_read_are_refused(kedro: Kedro, own: Pat
     said(kedro, own, "a", "--params", "sft_model_path=data/06_models/ppo_policy,ppo.temperature=0.5")
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_not_trained_yet_is_named_as_before_a_run(kedro: Kedro, own: Path, tmp_path: Path):
     (own / "data/06_models/ppo_policy").rename(tmp_path / "moved")
     assert refused(kedro, own, "a").startswith(

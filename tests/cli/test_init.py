@@ -359,6 +359,7 @@ def test_each_page_that_a_message_or_a_project_names_is_in_the_wheel() -> None:
         assert {f"docs/{link}" for link in links} <= packaged, page
 
 
+@pytest.mark.slow
 def test_kedros_server_may_be_asked_for_our_runner_in_an_own_project(tmp_path: Path, kedro: Kedro) -> None:
     from kedro.framework.project import configure_project
     from kedro.server.http_server import _validate_runner_module

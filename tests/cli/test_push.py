@@ -55,6 +55,7 @@ def test_the_newest_finished_runs_policy_is_pushed_or_the_one_that_is_named(
         assert b"license: mit" in reward.files["README.md"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pushed_is_said_in_one_line(kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch):
     (toy_project / "mlflow.db").touch()
     run = recorded(toy_project, "reward_model", "v1")

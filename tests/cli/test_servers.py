@@ -28,6 +28,7 @@ with_one_line_errors(run_together, [sys.executable, "-c", {SERVER!r}])
 """
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_command_ends_the_server_with_the_processes_that_it_has_started() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -69,9 +70,17 @@ def test_ci_tries_the_lowest_versions_with_the_rooms_that_depend_on_them(tmp_pat
     assert told.returncode == 1, told.stderr
 
 
+def test_ci_runs_slow_tests_too_with_the_pinned_versions_if_it_is_asked_for_all(tmp_path: Path) -> None:
+    told = run_ci("--all", tmp_path)
+    installed, tested = told.stdout.splitlines()
+    assert installed == "pip install -e .[dev] -c constraints.txt --quiet"
+    assert tested == "pytest -n auto -q -p no:cacheprovider -m not gpu --durations=15"
+    assert told.returncode == 1, told.stderr
+
+
 def test_ci_refuses_an_option_that_it_does_not_have(tmp_path: Path) -> None:
     told = run_ci("--newer", tmp_path)
-    assert told.stderr == ".ci/run: there is no --newer; it takes --newest, --lowest or nothing\n"
+    assert told.stderr == ".ci/run: there is no --newer; it takes --all, --newest, --lowest or nothing\n"
     assert (told.returncode, told.stdout) == (2, "")
 
 
@@ -92,12 +101,17 @@ def test_each_dependency_is_pinned_to_a_version_that_pyproject_allows(
 
 def test_the_workflow_tests_each_python_that_the_classifiers_name_and_fails_with_any() -> None:
     named = [line.rpartition(" :: ")[2] for line in PROJECT["classifiers"] if line.startswith("Programming Language")]
-    check = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]["check"]
+    check = JOBS["check"]
     assert check["strategy"]["matrix"] == {"python": named}
     assert "continue-on-error" not in check
     first, *_, last = named
     assert PROJECT["requires-python"] == f">={first}"
     assert f"Python ≥ {first} (tested with {first} to {last})." in README
+
+
+def test_the_workflow_runs_what_plain_pytest_leaves_out_in_a_job_of_its_own_at_each_push() -> None:
+    assert "if" not in JOBS["slow"]
+    assert JOBS["slow"]["steps"][-1]["run"].endswith(' pytest -n auto -m "slow and not gpu"')
 
 
 def test_the_readme_names_the_torch_that_is_pinned(script: dict[str, Any]) -> None:

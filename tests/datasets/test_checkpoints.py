@@ -137,6 +137,7 @@ def test_a_process_without_an_mlflow_run_takes_its_id_from_the_environment(tmp_p
     assert re.fullmatch("untracked-[0-9a-f]{16}", run_directory(tmp_path).name)
 
 
+@pytest.mark.slow
 def test_runs_without_tracking_have_directories_of_their_own_also_in_containers_with_one_host_name(tmp_path):
     """A container has the process id 1 each time that it starts."""
     code = (

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import mlflow
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kedro.io import DatasetError
 
 from ppo_rlhf.core.errors import DataError
@@ -65,7 +68,7 @@ def collected(folder: Path, pairs: list[tuple[Any, str, str]], **columns: Any) -
     return tables
 
 
-def given(folder: Path, *answers: tuple[int, str, str, str]) -> Path:
+def given_answers(folder: Path, *answers: tuple[int, str, str, str]) -> Path:
     """Write an answers' file of rows (number, answer, person, time)."""
     rows = [dict(zip(("number", "answer", "person", "time"), row, strict=True)) for row in answers]
     (folder / "answers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -88,16 +91,26 @@ def test_the_file_of_the_pairs_has_what_people_see_and_neither_side_nor_policy(t
     assert not re.search("policy|against|models|sft", text)
 
 
-def test_texts_of_any_kind_are_the_same_in_file_table_and_preferences(tmp_path: Path) -> None:
-    texts = [text for text in HARD.values() if text]
-    tables = collected(tmp_path, [(text, text, f"{text}!") for text in texts])
-    lines = (tmp_path / "pairs.jsonl").read_text().split("\n")[:-1]
-    assert [json.loads(line)["response_a"] for line in lines] == texts
-    assert [comparison_of(row).prompt for row in tables.load().table.to_dict("records")] == texts
-    source = given(tmp_path, *((number, "B", "anna", "") for number in range(len(texts))))
-    checked = check_preferences(preferences(tmp_path, source).load(), RewardModellingConfig())
-    assert checked["prompt"].tolist() == checked["rejected"].tolist() == texts
-    assert checked["chosen"].tolist() == [f"{text}!" for text in texts]
+ANY_TEXT = st.sampled_from([text for text in HARD.values() if text]) | st.text(
+    st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
+).filter(str.strip)
+
+
+@given(st.lists(st.tuples(ANY_TEXT, ANY_TEXT), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+def test_texts_of_any_kind_are_the_same_in_file_table_and_preferences(pairs: list[tuple[str, str]]) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tables = collected(folder, [(prompt, text, f"{text}!") for prompt, text in pairs])
+        prompts, texts = (list(column) for column in zip(*pairs, strict=True))
+        lines = (folder / "pairs.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
+        assert [json.loads(line)["response_a"] for line in lines] == texts
+        assert [comparison_of(row).prompt for row in tables.load().table.to_dict("records")] == prompts
+        source = given_answers(folder, *((number, "B", "anna", "") for number in range(len(texts))))
+        checked = check_preferences(preferences(folder, source).load(), RewardModellingConfig())
+        assert checked["prompt"].tolist() == prompts
+        assert checked["rejected"].tolist() == texts
+        assert checked["chosen"].tolist() == [f"{text}!" for text in texts]
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "feedback_pairs/0.parquet"])
@@ -201,7 +214,7 @@ def test_the_preferred_side_is_chosen_and_the_rest_is_counted(tmp_path: Path, ca
     collected(tmp_path, [(f"prompt {n}", f"a{n}", f"b{n}") for n in range(7)] + [("p", "a", " ")])
     votes = [["A"], ["B"], ["tie"], ["both bad"], ["A", "B"], ["B", "A", "B"], [], ["A"]]
     rows = [(n, value, f"person {who}", "") for n, values in enumerate(votes) for who, value in enumerate(values)]
-    dataset = preferences(tmp_path, given(tmp_path, *rows))
+    dataset = preferences(tmp_path, given_answers(tmp_path, *rows))
     with caplog.at_level(logging.INFO, "ppo_rlhf"):
         table: Any = dataset.load()
         dataset.load()
@@ -222,7 +235,7 @@ def test_the_preferred_side_is_chosen_and_the_rest_is_counted(tmp_path: Path, ca
 def test_the_newest_answer_of_each_person_counts_and_what_is_no_answer_is_named(tmp_path: Path, caplog: Any) -> None:
     collected(tmp_path, [("p", "a", "b"), ("q", "c", "d"), ("r", "e", "f")])
     rows = [(0, "A", "anna", "2026-01-02"), (0, "B", "anna", "2026-01-01"), (1, "B", "ben", ""), (2, "C", "ben", "")]
-    table: Any = preferences(tmp_path, given(tmp_path, *rows, (5, "A", "ben", ""))).load()
+    table: Any = preferences(tmp_path, given_answers(tmp_path, *rows, (5, "A", "ben", ""))).load()
     assert [(row["chosen"], row["rejected"]) for row in table] == [("a", "b"), ("d", "c")]
     assert "1 of 3 numbers are of no pair" in caplog.text
     assert "1 answers are not one of A, B, tie, both bad and are left out: C." in caplog.text
@@ -250,14 +263,14 @@ def test_answers_that_prefer_nothing_or_do_not_fit_are_refused(
 ) -> None:
     collected(tmp_path, [("p", "a", "b"), (CHAT, "a", "b")])
     with pytest.raises(DatasetError) as failed:
-        preferences(tmp_path, given(tmp_path, *rows)).load()
+        preferences(tmp_path, given_answers(tmp_path, *rows)).load()
     assert isinstance(failed.value.__cause__, DataError)
     assert re.search(reason, str(failed.value.__cause__))
 
 
 def test_a_chat_comes_back_as_a_chat_with_its_answer_and_its_tools(tmp_path: Path) -> None:
     collected(tmp_path, [(CHAT, "good", "bad")])
-    table: Any = preferences(tmp_path, given(tmp_path, (0, "A", "anna", ""))).load()
+    table: Any = preferences(tmp_path, given_answers(tmp_path, (0, "A", "anna", ""))).load()
     [row] = check_preferences(table, RewardModellingConfig()).to_dict("records")
     assert row["prompt"] == CHAT
     assert row["chosen"] == [{"role": "assistant", "content": "good"}]
@@ -270,7 +283,7 @@ def test_peoples_agreement_is_logged_and_no_column_is_told_to_be_unused(
 ) -> None:
     collected(tmp_path, [("p", "a", "b"), ("q", "c", "d")])
     rows = [(0, "A", "anna", ""), (0, "A", "ben", ""), (1, "B", "anna", ""), (1, "B", "ben", "")]
-    table = preferences(tmp_path, given(tmp_path, *rows)).load()
+    table = preferences(tmp_path, given_answers(tmp_path, *rows)).load()
     with mlflow.start_run() as run:
         check_preferences(table, RewardModellingConfig())
     assert mlflow.get_run(run.info.run_id).data.metrics == {"feedback/agreement": 1.0}

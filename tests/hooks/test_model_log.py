@@ -55,7 +55,7 @@ def own_adapter(own_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize("best", ["own_model", "own_adapter"])
+@pytest.mark.parametrize("best", [pytest.param("own_model", marks=pytest.mark.slow), "own_adapter"])
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_a_policys_own_code_runs_just_where_the_catalog_trusts_it(
     own_model: Path,

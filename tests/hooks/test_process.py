@@ -33,6 +33,7 @@ def ways_in(new_toy_project: Callable[[Path], Path], tmp_path_factory: pytest.Te
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["server", "notebook", "viz"])
 def test_mlflow_sends_no_telemetry_and_prints_no_address_with_a_password(ways_in: list[str], way: str):
     assert f"{way}: telemetry False, hidden True" in ways_in

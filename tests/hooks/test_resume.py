@@ -174,6 +174,7 @@ def error(result: Result) -> str:
 # --- where a run is
 
 
+@pytest.mark.slow
 def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was_moved(toy: Toy, tmp_path: Path):
     run_id = toy.interrupted()
     tags = toy.get(run_id).data.tags
@@ -187,6 +188,7 @@ def test_a_run_notes_where_its_checkpoints_are_and_goes_on_in_a_project_that_was
     assert (moved.root / run_id / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_each_run_has_a_folder_with_its_lock_and_what_it_reads_and_writes(toy: Toy):
     def left(run: Run) -> dict[str, Any]:
         assert (toy.root / run.info.run_id / "run.lock").is_file()
@@ -206,6 +208,7 @@ def test_each_run_has_a_folder_with_its_lock_and_what_it_reads_and_writes(toy: T
 # --- runs that ended without a word
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_below_it(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):
@@ -228,6 +231,7 @@ def test_a_run_that_ended_without_a_word_is_marked_by_the_next_one_with_those_be
     assert toy.get(killed).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: Toy):
     """The file system's clock may be behind."""
     started = 10**12
@@ -238,6 +242,7 @@ def test_a_run_whose_folder_is_older_than_it_ends_no_earlier_than_it_began(toy: 
     assert (toy.get(run).info.status, toy.get(run).info.end_time) == ("KILLED", started)
 
 
+@pytest.mark.slow
 def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy):
     toy.killed_at("ppo_rlhf.runner._iterate")
     (killed,) = (run.info.run_id for run in toy.runs())
@@ -250,6 +255,7 @@ def test_a_run_below_a_killed_one_that_holds_a_lock_of_its_own_goes_on(toy: Toy)
     assert [toy.get(run).info.status for run in (killed, alive, dead)] == ["KILLED", "RUNNING", "KILLED"]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_goes_on_marks_the_training_that_was_killed_with_it(toy: Toy):
     sweep = toy.interrupted(pipelines="sweep")
     below = toy.left(**{"mlflow.parentRunId": sweep})
@@ -284,7 +290,8 @@ def test_latest_goes_on_with_the_interrupted_run_and_logs_no_step_twice(toy: Toy
     assert table["iteration"].tolist() == [1, 1, 1, 3, 3, 3]
 
 
-@pytest.mark.parametrize("env", ["o'brien", pytest.param("both \" and '", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["o'brien", "both \" and '"])
 def test_latest_finds_the_run_of_an_environment_whose_name_has_quotes(toy: Toy, env: str):
     shutil.copytree(toy.project / "conf" / "local", toy.project / "conf" / env)
     meant = toy.interrupted(env=env)
@@ -294,6 +301,7 @@ def test_latest_finds_the_run_of_an_environment_whose_name_has_quotes(toy: Toy, 
     assert len(toy.runs()) == 2
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_says_what_it_keeps_and_how_it_is_resumed(toy: Toy, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         run_id = toy.interrupted(pipelines="sweep")
@@ -703,6 +711,7 @@ def test_the_precision_is_known_before_params_are_logged_and_is_the_one_that_the
     assert catalog.load("params:ppo") == PPOConfig(dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_a_setting_is_compared_with_the_value_of_the_last_resume(toy: Toy):
     """MLflow keeps the first value as a param, and the last one as a tag."""
     run_id = toy.interrupted()
@@ -730,6 +739,7 @@ def test_settings_of_a_run_are_read_back_with_their_types_and_damage_is_named(tm
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_without_its_settings_is_refused_by_name_and_skipped_by_latest(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ):

@@ -263,6 +263,7 @@ def test_a_store_that_cannot_be_opened_is_one_line(kedro: Kedro, toy_project: Pa
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_a_database_without_its_driver_is_one_line_also_in_a_run(kedro: Kedro, toy_project: Path):
     uri = "postgresql+pg8000://anna:secret@db/runs"
     (toy_project / "conf" / "local" / "mlflow.yml").write_text(f"server:\n  mlflow_tracking_uri: {uri}\n")
@@ -292,6 +293,7 @@ def test_a_server_that_says_nothing_is_named_while_it_is_waited_for_but_not_its_
     assert "secret" not in result.output + caplog.text
 
 
+@pytest.mark.slow
 def test_a_store_that_takes_weights_gets_more_time_before_it_is_called_slow(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -319,6 +321,7 @@ def test_a_failed_run_says_why(kedro: Kedro, toy_project: Path, monkeypatch: pyt
     assert run.data.metrics["objective/scores"] == 0.25
 
 
+@pytest.mark.slow
 def test_a_project_without_entries_for_checkpoints_has_its_metrics_and_samples_in_mlflow(
     kedro: Kedro, toy_project: Path
 ):
@@ -426,6 +429,7 @@ def test_a_run_whose_end_cannot_be_recorded_is_done_and_says_so_in_one_line(kedr
     assert mlflow.active_run() is None
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_node_ends_the_run_as_killed(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -564,6 +568,7 @@ def test_pipelines_are_named_in_one_order_whatever_kedro_makes_of_it():
     assert pipeline_names({"pipeline_names": None}) == ["__default__"]
 
 
+@pytest.mark.slow
 def test_lines_of_the_log_say_which_run_it_is(kedro: Kedro, toy_project: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         kedro(toy_project, "run", "--to-nodes", "configure_ppo")
@@ -619,6 +624,7 @@ def test_a_report_drawn_anew_is_no_run_of_its_own():
     assert loader["mlflow"]["tracking"]["disable_tracking"]["pipelines"] == ["reporting"]
 
 
+@pytest.mark.slow
 def test_of_two_first_runs_of_a_project_the_later_one_takes_the_experiment_that_the_other_has_created(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -667,6 +673,7 @@ def test_a_signal_stops_a_run_at_once_that_waits_for_its_store(
     assert waited == []
 
 
+@pytest.mark.slow
 def test_a_database_that_is_being_made_has_another_name(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -684,6 +691,7 @@ def test_a_database_that_is_being_made_has_another_name(
     assert not list(toy_project.glob(".mlflow.db*"))
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_start_that_waits_for_another_one(
     kedro: Kedro, toy_project: Path, monkeypatch: pytest.MonkeyPatch
 ):

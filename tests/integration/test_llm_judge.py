@@ -7,6 +7,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.tiny_models import save, tiny_model
 
 PROMPTS = ["a b c", "b c d", "c d e", "d e f", "e f g", "f g h"]
 VARIABLE = "KEY_OF_THE_STAND_IN"
+slow = partial(pytest.param, marks=pytest.mark.slow)
 EPISODES, EVALUATED, ITERATIONS = 12, 2, 3
 
 
@@ -76,6 +78,7 @@ def metrics_of(project: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.slow
 def test_a_language_model_rewards_and_judges_a_run_and_its_key_is_nowhere(own: Path, server: ChatServer) -> None:
     done = kedro_run(own, "--pipelines", "align")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,9 +123,9 @@ def test_a_killed_run_is_resumed_without_paying_an_answer_twice(own: Path, serve
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda llm: llm.update(base_url="http://127.0.0.1:9/v1", max_retries=0), "ConnectError"),
-        (lambda llm: llm.update(api_key_variable="NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
-        (lambda llm: llm.update(template="{{ respnse }}"), "'respnse' is undefined"),
+        slow(lambda llm: llm.update(base_url="http://127.0.0.1:9/v1", max_retries=0), "ConnectError"),
+        slow(lambda llm: llm.update(api_key_variable="NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE is not set"),
+        slow(lambda llm: llm.update(template="{{ respnse }}"), "'respnse' is undefined"),
         (lambda llm: llm.update(answer="pairwise"), "needs llm.against"),
     ],
 )
@@ -139,6 +142,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(kedro, own, spoi
     assert KEY not in result.output
 
 
+@pytest.mark.slow
 def test_an_audit_refuses_a_judge_that_compares_with_sft(kedro, own, server) -> None:
     result = kedro(own, "run", "--pipelines", "audit_reward")
     assert result.exit_code == 1

@@ -36,6 +36,7 @@ def tables(project: Path) -> dict[str, pd.DataFrame]:
     return {name: pd.read_parquet(project / f"data/test/07_model_output/{name}.parquet") for name in TABLES}
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_conf_was_edited_repeats_that_of_the_training_and_names_what_differs(
     edited: Path, kedro: Callable[..., Result], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_typed_length_wins_in_an_evaluation_and_among_answers(edited: Path, ke
     assert "gamma" not in own.stderr
 
 
+@pytest.mark.slow
 def test_a_policy_with_another_vocabulary_is_refused_by_doctor_and_run_alike_and_leaves_no_run(
     edited: Path, kedro: Callable[..., Result], tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_recipe_runs_on_stand_ins(
     assert name == f"ppo_rlhf_{recipe}-{Path(start.source).name}-{start.fingerprint()[:8]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["obedience", "obedience_naive"])
 def test_the_recipe_obedience_runs_by_the_pages_command_on_a_gguf_file(
     recipe: str, project: Path, kedro: Callable[..., Result]

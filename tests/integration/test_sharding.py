@@ -20,6 +20,7 @@ LAUNCH = [
 ]
 
 
+@pytest.mark.slow
 def test_ppo_with_fsdp2_on_two_processes_has_the_history_of_one_process(chain: Run, tmp_path: Path) -> None:
     project = shutil.copytree(chain.project, tmp_path / "project")
     shutil.rmtree(project / "data/test/08_reporting")

@@ -95,6 +95,7 @@ def served(uri: str, store: str, folder: Path) -> Iterator[Callable[[dict[str, A
         server.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_registered_policy_is_served_and_loaded_by_mlflow_and_transformers(
     chain: Run, store: str, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_the_registered_policy_is_served_and_loaded_by_mlflow_and_transformers(
     assert {name: bare(text) for name, text in found.items()} == dict.fromkeys(found, bare(expected))
 
 
+@pytest.mark.slow
 def test_a_policy_with_a_chat_template_is_served_as_a_chat(chain: Run, store: str, tmp_path: Path) -> None:
     """The trained policy with a template that leaves the text as it is; its folder is gone when it is served."""
     folder = tmp_path / "chat"

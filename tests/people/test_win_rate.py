@@ -20,7 +20,10 @@ def answers(pairs: int, win: float, tie: float, seed: int) -> list[dict[str, flo
     return [{"anna": drawn.choices([1.0, 0.5, 0.0], [win, tie, 1.0 - win - tie])[0]} for _ in range(pairs)]
 
 
-@pytest.mark.parametrize(("win", "tie"), [(0.5, 0.0), (0.6, 0.2), (0.9, 0.05)])
+@pytest.mark.parametrize(
+    ("win", "tie"),
+    [pytest.param(0.5, 0.0, marks=pytest.mark.slow), (0.6, 0.2), pytest.param(0.9, 0.05, marks=pytest.mark.slow)],
+)
 def test_the_interval_of_200_answers_covers_the_known_preference(win: float, tie: float) -> None:
     true, rounds = win + tie / 2, 600
     covered = 0

@@ -79,6 +79,9 @@ CASES: dict[str, dict[str, Any]] = {
     "moving average": {"ema_decay": 0.9},
     "turns": {"environment": "tests.ppo.test_episodes:reply_twice", "turn_length": 3, "stop_token_id": 22},
     "early stop": {"target_kl": 1e-4},
+    "band of ratios": {"importance_low": 0.7, "importance_high": 6.0},
+    "frozen attention of the critic, no clip of values": {"value_freeze": "attention", "cliprange_value": None},
+    "KL over the vocabulary in the reward": {"kl_estimator": "full", "kl_coef": 0.5},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "a shared prefix": {"kind": "gpt2", "prompts": build_prompts_alike(), "max_tokens_per_micro_batch": 40},
 }
@@ -98,15 +101,19 @@ BY_VLLM: dict[str, dict[str, Any]] = {"colocate": {"use_peft": True, "lora_r": 2
 
 
 def build(settings: dict[str, Any], responses: int = 16) -> Run:
-    """Build a run with the given number of responses per iteration, over all processes together."""
+    """Build a run with the given number of responses per iteration, over all processes together.
+
+    `micro_batch` among the settings is the number of responses in a pass of the update; without it, all of a process.
+    """
     settings = dict(settings)
     if (normalise := settings.pop("normalise", None)) is not None:
         combine = settings.pop("combine", "sum")
         components = [("first", 1.0, first_letters), ("length", -0.5 if combine == "sum" else 1.0, response_lengths)]
         settings["scorer"] = RewardScorer(components, normalise=normalise, combine=combine)
-    return build_run(
-        **{**settings, "gradient_accumulation_steps": 1, "per_device_train_batch_size": responses // process_count()}
-    )
+    share = responses // process_count()
+    micro_batch = settings.pop("micro_batch", share)
+    sizes = {"gradient_accumulation_steps": share // micro_batch, "per_device_train_batch_size": micro_batch}
+    return build_run(**{**settings, **sizes})
 
 
 def response_lengths(batch: ResponseBatch) -> Tensor:

@@ -132,7 +132,7 @@ def alarmed(batch: int, kl: float, iterations: int = 300, runs: int = 40) -> flo
     return alarms / runs
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 7])
+@pytest.mark.parametrize("batch", [1, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (2, 4, 7))])
 def test_noise_of_a_small_batch_is_no_alarm(batch: int):
     """With means of ten iterations, batches of 1 alarmed in 95 % and more of these runs, batches of 7 in 5 to 13 %."""
     assert max(alarmed(batch, kl) for kl in (0.02, 0.2, 0.5)) <= 0.05

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,15 +75,23 @@ def lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == halvings.__name__]
 
 
+@cache
+def begun_with_half(shared: bool) -> Run:
+    return train(build(**SMALLER, **({"value_model": "shared"} if shared else {}), scorer=reward(batch_size=3)))
+
+
 # A shared critic has no passes of its own
 @pytest.mark.parametrize(
     ("phase", "shared"),
-    [*((phase, False) for phase in PHASES), *((phase, True) for phase in PHASES if not phase.startswith("critic"))],
+    [
+        *((phase, False) for phase in PHASES),
+        *(pytest.param(each, True, marks=pytest.mark.slow) for each in PHASES if not each.startswith("critic")),
+    ],
 )
 def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half(monkeypatch, caplog, phase, shared):
     settings = {"value_model": "shared"} if shared else {}
     scored: list[int] = []
-    expected = train(build(**SMALLER, **settings, scorer=reward(batch_size=3)))
+    expected = begun_with_half(shared)
 
     def score(batch):
         scored.append(len(batch.prompt_ids))
@@ -107,7 +116,9 @@ def test_a_run_whose_memory_runs_out_has_the_numbers_of_one_that_began_with_half
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [name if name == "CUDA" else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)  # tests/core/test_memory_errors.py tells them all from other errors
 def test_each_kind_of_error_halves_in_each_pass(monkeypatch, kind):
     """Each phase's memory fits half of the responses that the phase before left at a time."""
     one_pass = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_mini_batches": 1}

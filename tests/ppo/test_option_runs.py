@@ -1,4 +1,4 @@
-"""Runs with single options: the first ratio is exactly 1, and a resumed run equals an uninterrupted run."""
+"""Runs with single options: the first ratio is exactly 1. `test_any_cut_of_a_run.py` cuts and interrupts such runs."""
 
 import dataclasses
 import math
@@ -6,9 +6,7 @@ import math
 import pytest
 import torch
 
-from ppo_rlhf.checkpoints.restore import restore
-from ppo_rlhf.checkpoints.store import write_checkpoint
-from tests.ppo_runs import MEASURED, learn_from, with_responses
+from tests.ppo_runs import learn_from, with_responses
 
 OPTIONS = {
     "lambda by length": {"lam_alpha": 0.3, "lam_critic": 1.0},
@@ -22,10 +20,6 @@ OPTIONS = {
     "no clip of values": {"cliprange_value": None},
 }
 BAND = {"importance_low": 0.7, "importance_high": 6.0}
-
-
-def numbers(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -59,21 +53,3 @@ def test_the_share_of_tokens_left_out_and_the_ratio_are_those_to_the_sampler(mak
     assert metrics["val/ratio"] == pytest.approx(1.0 + 9.0 * share, rel=1e-9)
     weights = torch.where(rollouts.mask & ~stale, experience.advantages, 0.0)
     assert metrics["loss/policy_avg"] == pytest.approx(float(-weights.sum() / rollouts.mask.sum()), abs=1e-9)
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "band of ratios"])
-def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(make_run, tmp_path, snapshot, name):
-    option = {**OPTIONS, "band of ratios": BAND}[name]
-    run, plain = make_run(**option), make_run()
-    run.iteration()
-    saved = write_checkpoint(tmp_path / "run", run.state)
-    resumed = make_run(**option, model={"seed": 9})
-    restore(resumed.state, saved)
-    resumed.reference = run.reference  # no checkpoint holds it
-    expected = numbers(run.iteration())
-    assert numbers(resumed.iteration()) == expected
-    for model in ("policy", "critic"):
-        actual, wanted = (snapshot(getattr(one.state.learner, model)) for one in (resumed, run))
-        assert all((actual[name] == tensor).all() for name, tensor in wanted.items())
-    plain.iteration()
-    assert numbers(plain.iteration()) != expected  # the option does something

@@ -55,6 +55,7 @@ def differences(actual: Any, expected: Any, path: str = "", close: float = CLOSE
     return [] if actual == expected else [f"{path}: {actual} {expected}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", process_cases.BY_TWO)
 def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name, monkeypatch):
     shares = name == "a shared prefix"
@@ -67,18 +68,21 @@ def test_two_processes_give_the_tokens_losses_and_weights_of_one(by_two, name, m
         assert not differences(two, one, close=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", process_cases.BY_VLLM)
 def test_two_processes_learn_from_the_responses_of_one_server_or_of_two_colocated_vllms_as_one_does(by_two, mode):
     expected = json.loads(json.dumps(process_cases.by_vllm(process_cases.BY_VLLM[mode])))
     assert not differences(by_two["vLLM"][mode], expected, close=CLOSE_IN_FLOAT32)
 
 
+@pytest.mark.slow
 def test_two_processes_with_unequal_memory_settle_on_the_tokens_that_fit_both(by_two):
     actual, on_one = by_two["settled"], process_cases.build({"max_tokens_per_micro_batch": 20})
     on_one.iteration()
     assert not differences(actual, {"tokens": 20, "weights": weight_sums(on_one)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [*process_cases.SHORT, process_cases.LATER])
 def test_the_process_whose_memory_runs_out_halves_alone_and_then_all_do(by_two, phase):
     actual, expected = by_two["short memory"][phase], process_cases.short_memory(phase)
@@ -88,9 +92,8 @@ def test_the_process_whose_memory_runs_out_halves_alone_and_then_all_do(by_two, 
     assert not differences(actual, json.loads(json.dumps(expected)))
 
 
-@pytest.mark.parametrize(
-    "phase", ["policy's backward pass", pytest.param("policy's gradient", marks=pytest.mark.slow), "critic's update"]
-)
+@pytest.mark.slow  # tests/ppo/test_halvings.py is not
+@pytest.mark.parametrize("phase", ["policy's backward pass", "policy's gradient", "critic's update"])
 def test_memory_that_runs_out_while_processes_exchange_gradients_ends_the_run_in_one_line(tmp_path, phase):
     """A second backward pass would exchange the gradients twice."""
     answer = tmp_path / "answer"
@@ -101,15 +104,18 @@ def test_memory_that_runs_out_while_processes_exchange_gradients_ends_the_run_in
     assert line.endswith("it cannot begin again: lower ppo.per_device_train_batch_size")
 
 
+@pytest.mark.slow
 def test_two_processes_share_an_evaluation_of_a_number_of_prompts_that_two_does_not_divide(by_two):
     assert not differences(by_two["evaluation"], process_cases.evaluation(process_cases.build({})))
 
 
+@pytest.mark.slow
 def test_two_processes_train_sample_and_score_as_one(by_two, folder):
     expected = json.loads(json.dumps(process_case.results(folder)))
     assert not differences(by_two["supervised"], expected, close=CLOSE_IN_FLOAT32)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_processes(by_two, folder):
     on_one = process_cases.resumed(folder)  # from the checkpoint of two
     assert on_one

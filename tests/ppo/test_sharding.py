@@ -58,6 +58,7 @@ def by_fsdp2(folder: Path, by_one: dict[str, Any]) -> dict[str, Any]:
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_with_fsdp2_have_the_history_and_weights_of_one_without(by_fsdp2, by_one, name):
     assert len(by_one[name]) == sharding_cases.ITERATIONS + 1
@@ -73,10 +74,12 @@ def test_other_runs_have_the_history_and_weights_of_one_process_too(tmp_path):
         assert not differences(actual[name], json.loads(json.dumps(results(settings)))), name
 
 
+@pytest.mark.slow
 def test_each_process_holds_half_of_the_weights_of_every_model(by_fsdp2):
     assert by_fsdp2["held"] == pytest.approx([0.5] * 3, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_resumes_with_and_without_fsdp2_from_a_checkpoint_of_either(by_fsdp2, by_one, folder, name):
     plain = results(CASES[name], folder_of(folder, name, "sharded") / "iteration_000002")
@@ -85,6 +88,7 @@ def test_a_run_resumes_with_and_without_fsdp2_from_a_checkpoint_of_either(by_fsd
         assert not differences(by_fsdp2[f"{name}, resumed from {kind}"], plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_checkpoint_and_exported_policy_are_the_same_files_with_and_without_fsdp2(by_fsdp2, folder, name):
     plain, sharded = (folder_of(folder, name, kind) for kind in ("plain", "sharded"))

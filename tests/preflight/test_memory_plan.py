@@ -106,6 +106,7 @@ def test_a_configuration_is_enough_and_nothing_is_written(kedro: Kedro, own: Pat
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.slow
 def test_an_adapter_is_planned_as_its_base(kedro: Kedro, own: Path, tmp_path: Path):
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "own"), LoraConfig(r=2))
     adapted.save_pretrained(tmp_path / "adapter")

@@ -464,7 +464,8 @@ def test_a_run_names_the_holes_that_an_audit_found_in_its_reward_and_in_no_other
 
 
 def test_an_audit_by_a_language_model_says_its_bill_before_the_first_request(user: User):
-    judge = {"model": "big", "base_url": "http://127.0.0.1:1/v1", "max_tokens": 50, "template": "{{ prompt }}"}
+    judge: dict[str, Any] = {"model": "big", "base_url": "http://127.0.0.1:1/v1", "max_retries": 0}
+    judge |= {"max_tokens": 50, "template": "{{ prompt }}"}
     user.groups["reward"] = RewardConfig(components=[{"type": "llm", "llm": judge, "name": "helpful"}])
     user.groups["audit"] = AuditConfig(suffixes=[], search_rewards=100)
     user.groups["best_of_n"] = BestOfNConfig(prompts=2, samples=8)

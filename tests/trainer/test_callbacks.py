@@ -157,7 +157,9 @@ def test_the_pipeline_calls_those_that_a_setting_names(tmp_path: Path):
     assert [metrics["eval_kl"] for metrics in seen.metrics] == [row["eval/kl"] for row in rows]
 
 
-@pytest.mark.parametrize("at", ["step", "log", "save", "evaluate"])
+@pytest.mark.parametrize(
+    "at", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("log", "save", "evaluate"))]
+)
 def test_training_stops_where_a_callback_says_so_and_stays_stopped(tmp_path: Path, at: str):
     trainer = trainer_of(Recorder((at, 2), "should_training_stop"), total_episodes=40)
     trainer.train(output_dir=tmp_path)
@@ -175,7 +177,7 @@ def test_the_pipeline_stops_too_and_exports_what_it_has(tmp_path: Path):
     assert "ppo_policy" in outputs
 
 
-@pytest.mark.parametrize("at", ["step", "log", "evaluate"])
+@pytest.mark.parametrize("at", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("log", "evaluate"))])
 def test_a_save_that_a_callback_asks_for_is_made(tmp_path: Path, at: str):
     seen = Recorder((at, 2), "should_save")
     trainer_of(seen, save_interval=100, save_total_limit=5).train(output_dir=tmp_path)
@@ -210,7 +212,7 @@ def test_what_is_not_saved_is_no_event():
     assert ("save", 2) not in seen.events
 
 
-@pytest.mark.parametrize("at", ["step", "log", "evaluate"])
+@pytest.mark.parametrize("at", ["step", *(pytest.param(at, marks=pytest.mark.slow) for at in ("log", "evaluate"))])
 def test_what_a_callback_raises_ends_the_run_in_one_line_once_the_iteration_is_saved(tmp_path: Path, at: str):
     trainer = trainer_of(Recorder((at, 2), ValueError("no such\nplace")), save_interval=100)
     with pytest.raises(TrainingError) as caught:
@@ -443,6 +445,7 @@ def test_tensorboard_has_every_number_once_also_after_a_kill(tmp_path: Path):
     assert actual["eval/reward"] == {int(row["iteration"]): pytest.approx(row["eval/reward"], rel=1e-6) for row in rows}
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_number_once_if_the_kill_came_before_the_first_checkpoint(tmp_path: Path):
     settings = {"report_to": "tensorboard", "evaluates": False}
     trainer_of(**settings).train(output_dir=tmp_path)
@@ -557,6 +560,7 @@ def test_wandb_gets_after_a_kill_what_its_server_lacks(tmp_path: Path, monkeypat
     assert [step for step, _, is_evaluation in reporter.got if not is_evaluation] == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_scripts_own_wandb_run_with_later_steps_of_another_training_gets_every_iteration(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "run", SimpleNamespace(resumed=True, summary={"train/global_step": 5000}))
@@ -586,6 +590,7 @@ def test_what_fails_at_the_end_of_reports_is_a_warning_and_not_the_runs_end(
     assert re.match(r"W&B's run abc .*: no answer$", message)
 
 
+@pytest.mark.slow
 def test_what_an_error_kept_from_the_reports_does_not_count_as_reported(tmp_path: Path):
     failing_at_2 = trainer_of(Recorder(("step", 2), ValueError("x")), report_to="tensorboard")
     with pytest.raises(TrainingError, match=r"on_step_end.*ValueError: x"):

@@ -12,9 +12,8 @@ CASE = Path(__file__).with_name("device_counts_case.py")
 
 
 @pytest.mark.skipif(reason_to_skip is not None, reason=str(reason_to_skip))
-@pytest.mark.parametrize(
-    "which", ["an_iteration or an_evaluation", pytest.param("every_option", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["an_iteration or an_evaluation", "every_option"])
 def test_an_iteration_on_a_device(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASE), "-k", which]
     actual = subprocess.run([*command, "-o", "addopts="], capture_output=True, text=True, check=False)

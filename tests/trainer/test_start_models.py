@@ -39,7 +39,9 @@ def trainer_of(start: str, *, use_peft: bool) -> PPOTrainer:
     return PPOTrainer(config, start, reward=lambda prompts, completions: [*map(len, completions)], prompts=["a", "b"])
 
 
-@pytest.mark.parametrize("use_peft", [False, True], ids=["whole", "use_peft"])
+@pytest.mark.parametrize(
+    "use_peft", [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="use_peft")]
+)
 @pytest.mark.parametrize("start", KINDS, indirect=True)
 def test_one_step_from_each_kind_of_start_moves_all_weights_or_those_of_the_adapter(start, use_peft, tmp_path):
     trainer = trainer_of(start, use_peft=use_peft)

@@ -138,10 +138,9 @@ _RULES: tuple[Rule[PPOConfig], ...] = (
         {"rollout_engine": "vllm", "dtype": "float64"},
         "vLLM does not support float64; set {1} to bfloat16 or float32",
     ),
-    _rule(
-        ("vllm_mode", "vllm_server_base_url"),
-        _are({"rollout_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": None}),
-        "set {1} to the server's address, such as http://localhost:8000",
+    _clash(
+        {"vllm_mode": "server", "rollout_engine": "vllm", "vllm_server_base_url": None},
+        "set ppo.vllm_server_base_url to the server's address, such as http://localhost:8000",
     ),
     _rule(
         ("vllm_tensor_parallel_size", "world_size"),
