@@ -53,7 +53,6 @@ def test_linear_weights_and_biases_are_stored_and_a_head_that_is_the_embedding_i
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/maps lists the mapped files")
 def test_the_mapped_file_of_the_weights_is_let_go(tmp_path):
     save(tmp_path, tiny_model())
