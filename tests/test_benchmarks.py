@@ -185,8 +185,8 @@ def test_grpo_samples_as_many_responses_as_ppo(method_job):
     found = methods_side.METHODS["grpo4"](method_job)["grpo4"]
     assert len(found["curve"]) == 2
     assert 16 <= found["tokens"] <= 16 * 5
-    assert found["kl"] != 0.0  # it learnt something, and its own files are evaluated
-    assert methods_side.METHODS["ppo"](method_job)["ppo"]["kl"] == 0.0
+    assert abs(found["kl"]) > 1e-4  # it learnt something, and its own files are evaluated
+    assert methods_side.METHODS["ppo"](method_job)["ppo"]["kl"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_the_best_of_n_responses_is_measured_from_samples():

@@ -89,7 +89,7 @@ def test_evaluate_returns_the_metrics_and_a_table_of_completions():
     trainer = trainer_of(judge=brevity)
     metrics, table = trainer.evaluate()
     assert metrics["eval/win_rate"] == 0.5  # the policy is still the reference
-    assert metrics["eval/kl"] == 0.0
+    assert metrics["eval/kl"] == pytest.approx(0.0, abs=1e-6)  # a step of decoding rounds unlike a whole pass
     assert table["prompt"].tolist() == HELD_OUT
     assert (table["response"] == table["sft_response"]).all()
     trainer.train()

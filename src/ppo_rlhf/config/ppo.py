@@ -154,7 +154,8 @@ class PPOConfig:
     """Episodes in which the adaptive KL controller changes beta by at most 20 %. Set kl_horizon to a fifth of
     total_episodes or less."""
     kl_warning: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 15.0
-    """KL in nats per response above which the run warns, once. The warning names the setting to change first."""
+    """KL in nats per response above which the run warns, once for each crossing. The warning names the
+    setting to change first."""
     kl_alarm: Annotated[float, Field(gt=0.0), Typical(5, 50, TUNING_GUIDE), Role("none", resume="free")] = 20.0
     """KL in nats per response above which the run raises an alarm and no checkpoint becomes the best."""
     kl_stop: Annotated[float, Field(gt=0.0), Typical(10, 200, TUNING_GUIDE), Role("left out", resume="free")] | None = (
