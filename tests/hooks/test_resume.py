@@ -630,6 +630,11 @@ def test_pipeline_environment_and_data_must_be_the_same_and_versions_and_process
     assert tags_of(before, changes)["bit_identical"] == "false"
 
 
+@pytest.mark.parametrize("name", ["audited_holes", "human_evaluation"])
+def test_an_audit_or_a_verdict_made_since_the_interruption_stops_no_resume(name):
+    assert differences(now({}, **{f"data.{name}.fingerprint": "a"}), earlier({})) == ([], {})
+
+
 def test_a_callback_that_is_left_out_takes_its_file_with_it():
     before = earlier({"ppo.callbacks": "mine:Stop"}, **{"data.mine.fingerprint": "a", "data.prompts.fingerprint": "b"})
     refused, changes = differences(now({"ppo.callbacks": None}), before)

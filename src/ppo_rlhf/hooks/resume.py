@@ -50,6 +50,9 @@ JUDGED = ("reward.components", "evaluation.judge", "evaluation.judges")
 """MLflow params whose value may be a language model that judges. A resumed run may use another language model as judge,
 so that a judge that failed can be fixed."""
 TAG, DATA = "resume.", "data."
+FOUND_MEANWHILE = ("data.audited_holes.fingerprint", "data.human_evaluation.fingerprint")
+"""Results of other pipelines that only evaluations and the report read, never the training. They may be made while a
+run is interrupted, and are not compared."""
 BATCH = ("ppo.per_device_train_batch_size", "ppo.gradient_accumulation_steps", PROCESSES)
 """Params and tag whose product, the rollout batch, stays the same on resume."""
 BIT_IDENTICAL = "bit_identical"
@@ -307,7 +310,7 @@ def differences(this: RunDescription, earlier: RunDescription) -> tuple[list[str
     for name in sorted(before.keys() | {name for name in now if name.startswith(DATA)}):
         was, is_now = before.get(name, "none"), now.get(name, "none")
         group, _, setting = name.partition(".")
-        if was == is_now:
+        if was == is_now or name in FOUND_MEANWHILE:
             continue
         if isinstance(was, str) and was.startswith(f"{former}/") and here + was.removeprefix(former) == is_now:
             continue
