@@ -88,7 +88,8 @@ def test_bfloat16_is_not_recommended_to_those_who_have_it_or_where_it_is_slower(
 
 
 @pytest.mark.parametrize(
-    ("least", "most", "words"), [(3, 60, "3 to 60 s"), (60, 600, "1 to 10 min"), (3600, 9e3, "1 to 2.5 h")]
+    ("least", "most", "words"),
+    [(3, 60, "3 to 60 s"), (60, 600, "1 to 10 min"), (3600, 9e3, "1 to 2.5 h"), (5e5, 9e5, "140 to 250 h")],
 )
 def test_times_are_given_in_one_unit(least, most, words):
     assert run_time._range(least, most) == words

@@ -198,13 +198,18 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def _range(least: float, most: float) -> str:
     """Return two times in words, in the unit of the second one."""
     unit, size = _unit(most)
-    return f"{least / size:.2g} to {most / size:.2g} {unit}"
+    return f"{_rounded(least / size)} to {_rounded(most / size)} {unit}"
 
 
 def in_words(seconds: float) -> str:
     """Return a time in words, in the unit that suits it."""
     unit, size = _unit(seconds)
-    return f"{seconds / size:.2g} {unit}"
+    return f"{_rounded(seconds / size)} {unit}"
+
+
+def _rounded(number: float) -> str:
+    """Return a number of two significant digits, without an exponent."""
+    return f"{float(f'{number:.2g}'):g}"
 
 
 def _unit(seconds: float) -> tuple[str, int]:
