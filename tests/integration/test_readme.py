@@ -37,10 +37,11 @@ def test_the_commands_for_ones_own_model_make_a_project_whose_reward_can_be_call
     (tmp_path / "data/my_prompts.jsonl").write_text(LINES)
     [reward] = re.findall(r"```python\n# my_reward\.py\n(.*?)```", README, re.DOTALL)
     [commands] = re.findall(r"```bash\nppo_rlhf (init .*?)```", README, re.DOTALL)
-    first, copy, doctor, run = commands.splitlines()
+    first, copy, doctor, short, run = commands.splitlines()
     assert CliRunner().invoke(cli, shlex.split(first)).exit_code == 0
     assert copy == "cp my_reward.py my-align && cd my-align"
     assert [line.split("#")[0].split() for line in (doctor, run)] == [["kedro", "doctor"], ["kedro", "run"]]
+    assert short.split("#")[0].split() == ["kedro", "run", "--params", "ppo.total_episodes=512,prompts.max_held_out=64"]
     project = tmp_path / "my-align"
     (project / "my_reward.py").write_text(reward)
     written = yaml.safe_load((project / "conf/base/globals.yml").read_text())
