@@ -57,15 +57,16 @@ def load_tokenizer(job: Job) -> PreTrainedTokenizerBase:
 def peer_config(job: Job) -> PPOConfig:
     """Return TRL's configuration. With more gradient_accumulation_steps than 1 it takes one step an epoch."""
     preset = job.preset
+    rows = preset.trl_rows or preset.batch
     return PPOConfig(
         output_dir=tempfile.mkdtemp(prefix="peer-"),
         seed=job.seed,
         total_episodes=job.iterations * preset.batch,
-        per_device_train_batch_size=preset.batch,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=preset.batch // rows,
         num_mini_batches=preset.batch // preset.minibatch,
         num_ppo_epochs=preset.epochs,
-        local_rollout_forward_batch_size=preset.batch,
+        local_rollout_forward_batch_size=rows,
         learning_rate=job.learning_rate,
         optim="adamw_torch_fused",
         gradient_checkpointing=False,
@@ -200,7 +201,7 @@ def main() -> None:
         train_dataset=[{"input_ids": ids} for ids in job.prompt_ids],
         callbacks=[timer],
     )
-    timer.count_steps(trainer.optimizer)
+    timer.count_steps(trainer.optimizer.optimizer)  # accelerate's wrapper is called for each pass, and steps less often
     np.random.seed(job.seed)  # TRL shuffles minibatches by numpy and does not seed it
     started = time.process_time()
     trainer.train()

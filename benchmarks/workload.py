@@ -34,6 +34,9 @@ class Preset:
     end where the model ends them."""
     system_words: int = 0
     """Words of the chats' system turn; with 0 they have that of the template."""
+    trl_rows: int | None = None
+    """Rows of TRL's passes, whose gradients it accumulates; None for whole batches and minibatches. Only for one
+    minibatch a batch: with more TRL 1.12 takes one step an epoch all the same."""
 
     @property
     def steps(self) -> int:
@@ -50,9 +53,9 @@ PRESETS = {
         30, 576, 9, 49152, batch=16, minibatch=8, prompt_length=64, response_length=40, epochs=2, chats=True
     ),
 }
-PRESETS["smollm2_400"] = replace(PRESETS["smollm2"], batch=8, minibatch=4, prompt_length=512, system_words=320)
+PRESETS["smollm2_400"] = replace(PRESETS["smollm2"], minibatch=16, prompt_length=512, system_words=320, trl_rows=4)
 """toy tries the scripts; gpt2 is GPT-2 124M, for a GPU; smollm2 is SmolLM2-135M-Instruct, whose prompts begin with the
-same 24 tokens, in smollm2_400 with the same 398, where 16 prompts in minibatches of 8 take TRL more than 18.5 GiB.
+same 24 tokens, in smollm2_400 with the same 398, where passes of 8 rows take TRL more than 18.5 GiB.
 """
 QUIET_PEER = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
