@@ -34,8 +34,9 @@ from ppo_rlhf.models import quantisation
 from ppo_rlhf.models.adapters import LoraSettings, save_adapter, with_adapter
 from ppo_rlhf.models.gguf import GGUFFile
 from ppo_rlhf.models.loading import PretrainedHandle
+from ppo_rlhf.pipeline_registry import register_pipelines
 from ppo_rlhf.pipelines.audit_reward.reward_audit import AuditConfig
-from ppo_rlhf.preflight import RunRequest, describe_audit, describe_parts, find_problems
+from ppo_rlhf.preflight import RunRequest, describe_audit, describe_parts, find_problems, run_checks
 from ppo_rlhf.preflight.request import TABLES
 from ppo_rlhf.preflight.run_checks import check_exploitation
 from ppo_rlhf.rewards.config import RewardConfig
@@ -716,11 +717,13 @@ def test_evaluation_prompts_of_ones_own_need_no_stored_ones(evaluating: User):
     assert "stored.parquet: nothing is there yet" in problem
 
 
-def test_only_an_evaluation_of_held_out_demonstrations_needs_them(evaluating: User):
+def test_only_an_evaluation_of_held_out_demonstrations_needs_them(evaluating: User, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_checks, "pipelines", register_pipelines())
     assert evaluation_problems(evaluating, "evaluation_demonstrations") == []
     evaluating.groups["evaluation"] = EvaluationConfig(reference_texts=HELD_OUT_DEMONSTRATIONS)
     (problem,) = evaluation_problems(evaluating, "evaluation_demonstrations")
-    assert "stored.parquet: nothing is there yet. Run the node that makes evaluation_demonstrations first." in problem
+    command = "kedro run --pipelines data_preparation --to-nodes data_preparation.split_demonstrations"
+    assert f"stored.parquet: nothing is there yet. Make it by `{command}`." in problem
 
 
 # --- what a configuration and a tokenizer tell without weights --------------------------------------------------------

@@ -50,6 +50,10 @@ def test_the_bar_shows_the_time_left_and_as_many_whole_metrics_as_fit(total, wid
     assert len(texts) == len(READINGS) or len(line) + len(f", {READINGS[len(texts)]}") > width
 
 
+def test_a_slow_run_shows_its_speed_too():
+    assert readings({"throughput/episodes_per_s": 0.0345}) == ["0.0345 episodes/s"]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]

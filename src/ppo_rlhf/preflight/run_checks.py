@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from kedro.framework.project import pipelines
 from kedro.io import DatasetError, MemoryDataset
 
 from ppo_rlhf.config import MODEL_PATHS, PPOConfig
@@ -43,7 +44,7 @@ from ppo_rlhf.preflight.preparation import (
     prepare,
 )
 from ppo_rlhf.preflight.request import MADE_BY, MODELS, MODELS_LAYER, REFERENCE_TEXTS, TABLES, RunRequest
-from ppo_rlhf.runtime.names import EVALUATION_METRICS, STATE, TRAININGS
+from ppo_rlhf.runtime.names import EVALUATION_METRICS, STATE, TRAININGS, env_option
 from ppo_rlhf.runtime.paths import in_project
 from ppo_rlhf.runtime.processes import refuse_sharding
 from ppo_rlhf.supervised import preferences
@@ -128,7 +129,16 @@ def check_start(run: RunRequest) -> Iterator[str]:
         yield f"No file holds {', '.join(unsaved)}, so the run cannot start there: use --from-nodes with earlier nodes."
     for name, entry in entries.items():
         if entry is not None and run.needs(name) and not isinstance(entry, READY) and not entry.exists():
-            yield f"{run.source(name)}: nothing is there yet. Run the node that makes {name} first."
+            yield f"{run.source(name)}: nothing is there yet. {how_made(name, run.env)}"
+
+
+def how_made(name: str, env: str | None) -> str:
+    """Return the command that makes a dataset, up to the node that writes it."""
+    made = [(stage, node.name) for stage, each in pipelines.items() for node in each.nodes if name in node.outputs]
+    if not made:  # an entry of the user's own
+        return f"No node makes {name}."
+    stage, node_name = made[0]
+    return f"Make it by `kedro run{env_option(env)} --pipelines {stage} --to-nodes {node_name}`."
 
 
 def check_settings(run: RunRequest) -> Iterator[str]:

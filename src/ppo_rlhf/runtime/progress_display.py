@@ -25,7 +25,7 @@ SHOWN = {
     "objective/kl": "KL {:z.2f}",
     "objective/entropy": "entropy {:z.2f}",
     "response/length": "length {:.1f}",
-    "throughput/episodes_per_s": "{:.1f} episodes/s",
+    "throughput/episodes_per_s": "{:.3g} episodes/s",
     **{f"{stage}/loss": "loss {:.3f}" for stage in ("sft", "reward_model", "critic")},
     **{f"{stage}/learning_rate": "learning rate {:.2g}" for stage in ("sft", "reward_model")},
     "critic/explained_variance": "explained variance {:z.2f}",
