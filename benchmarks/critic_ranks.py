@@ -84,13 +84,12 @@ def sample(policy: str, critic: str, prompts: int, answers: int, seed: int, at_a
         greedy, shortest = answered(held_out.select(some), noise[: len(some)], top_k=1)
         given = held_out.select([row for row in some for _ in range(answers)])
         rewards, responses = answered(given, noise[start * answers :][: len(given)])
-        values, inputs = (
-            torch.zeros(len(given), config.response_length + 1),
-            (responses.response_ids, responses.lengths),
-        )
+        values = torch.zeros(len(given), config.response_length + 1)
         groups = [list(range(row, row + answers)) for row in range(0, len(given), answers)]
         for group in groups:
-            (batch,) = sequence_batches(given.prompt_ids[:], *inputs, [group], settings.pad_token_id, fill=False)
+            (batch,) = sequence_batches(
+                given.prompt_ids, responses.response_ids, responses.lengths, [group], settings.pad_token_id, fill=False
+            )
             with torch.no_grad():
                 found = forward(batch)
             values[group, : found.shape[1]] = found
@@ -240,17 +239,24 @@ def report(runs: list[Samples]) -> str:
     return "\n\n".join([markdown(lines), *map(facts, runs), markdown(rows)])
 
 
+def existing(path: str) -> str:
+    """Return a path that exists, as an argument of the command line."""
+    if not Path(path).exists():
+        raise argparse.ArgumentTypeError(f"{path} does not exist")
+    return path
+
+
 def main() -> None:
     """Sample answers, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample")
     for name in ("--policy", "--critic"):
-        sampling.add_argument(name, required=True)
+        sampling.add_argument(name, type=existing, required=True)
     for name, default in {"--prompts": 256, "--answers": 8, "--seed": 0}.items():
         sampling.add_argument(name, type=int, default=default)
     sampling.add_argument("--out", type=Path, required=True)
-    commands.add_parser("report").add_argument("files", type=lambda text: text.split(","))
+    commands.add_parser("report").add_argument("files", type=lambda text: [*map(existing, text.split(","))])
     given = parser.parse_args()
     if given.command == "report":
         print(report([dict(np.load(file)) for file in given.files]))
