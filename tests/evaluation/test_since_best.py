@@ -84,6 +84,7 @@ def test_the_best_is_the_highest_mean_of_sft_and_of_the_earlier_evaluations():
     assert found["eval/since_best_reward"] == 1.25
     assert found["eval/since_best_p"] == pytest.approx(4 * (1 / 16))  # chosen from three and SFT's
     assert SCORES not in found
+    assert SCORES not in since_best(now, now, [])  # of equal ones the first stays the best
 
 
 @pytest.mark.parametrize("scores", [[1.0], [], [[1.0], [1.0], [1.0], [1.0]], [1.0] * 5, [1.0, 1.0, 1.0, math.nan]])

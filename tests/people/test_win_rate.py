@@ -134,6 +134,12 @@ def test_a_judge_that_goes_by_length_is_said_to(by_length: int, expected: list[s
     assert favours(people.astype(float).tolist(), judged.astype(float).tolist(), {LENGTH: longer.tolist()}) == expected
 
 
+def test_pairs_that_people_find_equal_do_not_say_what_a_judge_favours() -> None:
+    people, judged, longer = [1.0, 0.0] * 20, [1.0, 0.0] * 20, [1, 1, -1, -1] * 10
+    ties = [0.5] * 40
+    assert favours([*people, *ties], [*judged, *[1.0] * 40], {LENGTH: [*longer, *[-1] * 40]}) == []
+
+
 @pytest.mark.parametrize("counts", [(3, 7, 9, 1), (5, 0, 3, 3), (0, 0, 4, 4), (10, 10, 0, 2)])
 def test_the_exact_test_is_that_of_scipy(counts: tuple[int, int, int, int]) -> None:
     right, wrong, others_right, others_wrong = counts
@@ -206,6 +212,27 @@ def test_five_people_who_agree_do_not_speak_for_all_people():
     size = 6 / 49 / (squares / 7 / 6) - 1
     assert found["human/win_rate_over_people_low"] == pytest.approx(beta.ppf(0.025, size * 6 / 7, size * 1 / 7))
     assert found["human/win_rate_over_people_high"] == pytest.approx(1.0)
+
+
+def test_the_rate_over_people_is_corrected_by_the_judge_too() -> None:
+    """Each person's answers weigh 1 together, whatever the number of prompts that they answered."""
+    given = {"a": "1101", "b": "1110", "c": "011", "d": "100", "e": "11"}
+    of_judge = {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.0}
+    worths = [{name: float(row[at]) for name, row in given.items() if at < len(row)} for at in range(4)]
+    others = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    prompts = [*of_judge, *(f"q{at}" for at in range(len(others)))]
+    found = compare_by_people([*worths, *({} for _ in others)], [*of_judge.values(), *others], prompts=prompts)
+    rows = [(name, at, float(row[at]), 1.0 / len(row)) for name, row in given.items() for at in range(len(row))]
+    expected = corrected_win_rate(
+        [worth for _, _, worth, _ in rows],
+        [of_judge[f"p{at}"] for _, at, _, _ in rows],
+        others,
+        pairs=[f"p{at}" for _, at, _, _ in rows],
+        persons=[[*given].index(name) for name, _, _, _ in rows],
+        weights=[weight for _, _, _, weight in rows],
+    )
+    rates = [found["metrics"][f"human/win_rate_over_people{end}"] for end in ("", "_low", "_high")]
+    assert rates == pytest.approx(expected)
 
 
 def test_prompts_that_all_answered_widen_the_interval_over_people():
