@@ -216,7 +216,7 @@ def test_five_people_who_agree_do_not_speak_for_all_people():
 
 def test_the_rate_over_people_is_corrected_by_the_judge_too() -> None:
     """Each person's answers weigh 1 together, whatever the number of prompts that they answered."""
-    given = {"a": "1101", "b": "1110", "c": "011", "d": "100", "e": "11"}
+    given = {"a": "1010", "b": "1110", "c": "101", "d": "100", "e": "10"}
     of_judge = {"p0": 1.0, "p1": 0.0, "p2": 1.0, "p3": 0.0}
     worths = [{name: float(row[at]) for name, row in given.items() if at < len(row)} for at in range(4)]
     others = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
@@ -233,6 +233,7 @@ def test_the_rate_over_people_is_corrected_by_the_judge_too() -> None:
     )
     rates = [found["metrics"][f"human/win_rate_over_people{end}"] for end in ("", "_low", "_high")]
     assert rates == pytest.approx(expected)
+    assert rates[0] != pytest.approx(0.55)  # people's answers alone
 
 
 def test_prompts_that_all_answered_widen_the_interval_over_people():
