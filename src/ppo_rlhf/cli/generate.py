@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -132,7 +133,7 @@ class _Policies:
         self.sampling = evaluation.sampling(sampling_settings(config, self.tokenizer, self.models["SFT"]))
         self.seed = config.seed if options["seed"] is None else options["seed"]
         self.samples = options["samples"]
-        self.reader = PromptReader.of(sft, config)
+        self.reader = replace(PromptReader.of(sft, config), are_plain=options["plain"])
         how = "greedy" if self.sampling.top_k == 1 else f"temperature {self.sampling.temperature:g}"
         self.heading = f"At most {self.sampling.response_length} tokens, {how}, seed {self.seed}"
 

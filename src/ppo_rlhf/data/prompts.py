@@ -76,6 +76,7 @@ class PromptReader:
     # End of error messages: the reason why the usable context is shorter than the model's context (see
     # `usable_context`)
     why: str = ""
+    are_plain: bool = False  # the user asked for plain texts, so that no line warns of them
 
     @classmethod
     def of(cls, policy: PretrainedHandle, ppo: PPOConfig) -> PromptReader:
@@ -150,7 +151,7 @@ class PromptReader:
         if not of_chats:
             rows = prompts.select_columns(["prompt", "prompt_chat"])
             plain = (row["prompt"] for row in rows if row["prompt_chat"] is None)
-            name_plain_texts("prompts", plain, self.tokenizer)
+            name_plain_texts("prompts", plain, self.tokenizer, are_usual=self.are_plain)
         name_unshown(table.column_names, used, of_chats=of_chats)
         return prompts
 
