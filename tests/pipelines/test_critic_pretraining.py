@@ -108,7 +108,7 @@ def test_the_explained_variance_is_that_of_plain_returns_on_responses_to_held_ou
     values, returns = [], []
     for prompt, response in zip(held_out.prompts.prompt_ids, held_out.responses.token_lists(), strict=True):
         with torch.no_grad():
-            states = critic.model.backbone(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
+            states = critic.model.base_model(input_ids=torch.tensor([prompt + response])).last_hidden_state[0]
             of_row = critic.model.score(states)[:, 0].numpy()
         values += of_row[len(prompt) - 1 : -1].tolist()
         returns += [score_of(prompt, response)] * len(response)

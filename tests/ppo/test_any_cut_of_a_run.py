@@ -101,7 +101,8 @@ def outcome(name: str, cut: Cut, folder: Path) -> dict[str, Any]:
                 if processes.is_main_process():
                     write_checkpoint(folder / "run", run.state)
                 processes.wait_for_all()
-                resumed = make(model={"seed": 9})
+                # An adapter's frozen weights are the start model's, which no checkpoint holds
+                resumed = make(**({} if case.get("use_peft") else {"model": {"seed": 9}}))
                 restore(resumed.state, folder / "run" / f"iteration_{iteration:06d}")
                 resumed.reference = run.reference  # no checkpoint holds it
                 run = resumed
