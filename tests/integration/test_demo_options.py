@@ -75,6 +75,8 @@ def run(folder: Path, seed: int, option: str, models: Path | None) -> None:
         (folder / name).mkdir()
     for name in ("sft_policy", "reward_model") if models else ():
         shutil.copytree(models / "data/demo/06_models" / name, folder / "data/demo/06_models" / name)
+    if models:  # the texts that the evaluation reads
+        shutil.copytree(models / "data/demo/03_primary", folder / "data/demo/03_primary")
     settings = folder / "conf/demo/parameters_ppo.yml"
     groups = yaml.safe_load(settings.read_text())
     settings.write_text(yaml.safe_dump(groups | {"ppo": groups["ppo"] | OPTIONS[option]}))

@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ppo_rlhf.models.older_readers import LOWEST, TRIED, readers
+from ppo_rlhf.models.older_readers import LOWEST, TRIED, add_older_names, readers
 from ppo_rlhf.models.trained_model import TrainedModel
 from tests.tiny_models import draw_weights, vision_model, word_tokenizer
 
@@ -89,6 +89,13 @@ def test_a_saved_configuration_has_the_older_names_and_is_read_as_before(tmp_pat
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.to_dict().get("rope_parameters") == model.config.to_dict().get("rope_parameters")
     assert_close(again(IDS).logits, model(IDS).logits, rtol=0.0, atol=0.0)
+
+
+def test_layers_without_rotary_positions_have_no_older_name(tmp_path):
+    positions = {"sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}, "full_attention": None}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "beam", "rope_parameters": positions}))
+    add_older_names(tmp_path)
+    assert config_of(tmp_path) == {"model_type": "beam", "rope_parameters": positions}
 
 
 def test_the_configuration_within_a_configuration_has_the_older_names(tmp_path):

@@ -219,6 +219,7 @@ def test_what_is_needed_suffices_to_the_last_byte(on_cpu: bool, missing: int):
         rollout_rows=1,
         update_rows=1,
         update_tokens=None,
+        shared_length=0,
     )
     free = 4 * (7 + PROCESS_BYTES) if on_cpu else 7
     device, on_host = torch.device("cpu"), 4 * (3 + PROCESS_BYTES) - missing

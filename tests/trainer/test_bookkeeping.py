@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,7 +105,12 @@ def test_on_a_terminal_there_is_a_bar_with_the_time_left_below_the_lines(sft: st
     monkeypatch.setattr(sys, "stdout", Terminal())
     console = Console(width=80)
     monkeypatch.setattr(rich, "get_console", lambda: console)
-    trainer_of(sft).train()
+
+    def slow_letters(prompts: list[str], completions: list[str]) -> list[float]:
+        time.sleep(0.5)  # the bar is drawn four times a second
+        return early_letters(prompts, completions)
+
+    trainer_of(sft, reward=slow_letters).train()
     shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"PPO \S+ \S+ 1/3 \d:\d\d:\d\d left, score 0\.", re.sub(r"\x1b\[[\d;?]*\w", "", shown))
     assert shown.index("Iteration 1/3, score 0.") < shown.index("Iteration 2/3, score 0.")

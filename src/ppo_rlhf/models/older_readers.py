@@ -58,7 +58,7 @@ def _older_names(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict):
         return
-    if set(rope) == {"full_attention", "sliding_attention"}:  # Gemma 3
+    if set(rope) == {"full_attention", "sliding_attention"} and all(rope.values()):  # Gemma 3
         yield "rope_local_base_freq", rope["sliding_attention"][_THETA]
         rope = rope["full_attention"]
     if _THETA not in rope:

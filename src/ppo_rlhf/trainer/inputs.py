@@ -190,6 +190,7 @@ def origin_of(scorer: RewardScorer | None) -> dict[str, Any]:
     if scorer is None:
         return {}
     parts = {**vars(scorer), "components": [(name, weight) for name, weight, _ in scorer.components]}
+    del parts["made_from"]  # a model given as an object does not know its directory
     if others := scorers.models_of(scorer)[1:]:
         parts["other_models"] = others
     return {"reward": [type(scorer), parts], MENDABLE: scorers.functions_of(scorer) or None}
