@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ppo_rlhf.checkpoints.restore import restore
@@ -162,6 +162,7 @@ def check(name: str, cut: Cut) -> None:
 
 
 @given(st.sampled_from(sorted(CASES)), CUTS)
+@example("critic first", Cut(processes=2, micro_batch=2))  # DDP once summed the policy's first gradients twice
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)
 def test_a_run_is_the_plain_one_however_it_is_cut_padded_shared_and_interrupted(name: str, cut: Cut) -> None:
     check(name, cut)
@@ -169,6 +170,6 @@ def test_a_run_is_the_plain_one_however_it_is_cut_padded_shared_and_interrupted(
 
 @pytest.mark.slow
 @given(st.sampled_from(sorted(CASES)), CUTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_run_is_the_plain_one_however_it_is_cut_padded_shared_and_interrupted(name: str, cut: Cut) -> None:
     check(name, cut)

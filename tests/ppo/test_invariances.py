@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from ppo_rlhf.passes import forward, sequences
+from ppo_rlhf.passes.packed_attention import SharedLayout
 from ppo_rlhf.passes.sequences import SequenceBatch, make_batch
 from ppo_rlhf.passes.token_rows import TokenRows
 from tests.ppo_runs import MEASURED
@@ -41,7 +42,13 @@ def padded_more(left: int, right: int):
             return torch.nn.functional.pad(tensor, (left, right), value=fill)
 
         rows = batch.rows
-        more = TokenRows.of(wider(rows.input_ids, 7), wider(rows.attention_mask, 0), wider(rows.position_ids, 0))
+        padded = wider(rows.input_ids, 7), wider(rows.attention_mask, 0), wider(rows.position_ids, 0)
+        more = TokenRows.of(*padded)
+        if isinstance(rows.layout, SharedLayout):  # the packed form, which has the prefix once, stays
+            row, column = rows.slots // rows.input_ids.shape[1], rows.slots % rows.input_ids.shape[1]
+            names = ("input_ids", "attention_mask", "position_ids")
+            slots = row * padded[0].shape[1] + column + left
+            more = dataclasses.replace(rows, **dict(zip(names, padded, strict=True)), slots=slots)
         return dataclasses.replace(batch, rows=more)
 
     return make

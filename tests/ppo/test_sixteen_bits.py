@@ -190,4 +190,4 @@ def test_the_kl_of_a_real_model_is_0_before_the_first_step(settings):
     template = partial(run.state.sampler.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
     run.prompts = PromptDataset([template(chat) for chat in chats], texts, {})
     found = gaps(run)
-    assert float(found.abs().max()) <= (1e-5 if settings["dtype"] == "float32" else 0.0)
+    assert float(found.abs().max()) <= (1e-4 if settings["dtype"] == "float32" else 0.0)

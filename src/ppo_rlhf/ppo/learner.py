@@ -125,7 +125,8 @@ class Learner:
         weights = coefficients(config, kl_coef)
         numbers: dict[str, Tensor] = {}
         if inputs.with_policy:
-            with accelerator.autocast():
+            # After a forward pass with gradients DDP awaits a backward pass, and would sum the next gradients too early
+            with accelerator.autocast(), torch.set_grad_enabled(inputs.learns or self.shares_trunk):
                 output = self.policy_forward(
                     micro_batch.batch, with_entropy=bool(config.entropy_coef), learns=inputs.learns, reference=reference
                 )
