@@ -170,6 +170,6 @@ def test_a_run_is_the_plain_one_however_it_is_cut_padded_shared_and_interrupted(
 
 @pytest.mark.slow
 @given(st.sampled_from(sorted(CASES)), CUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_run_is_the_plain_one_however_it_is_cut_padded_shared_and_interrupted(name: str, cut: Cut) -> None:
     check(name, cut)
