@@ -18,6 +18,7 @@ import yaml
 
 from ppo_rlhf.cli import cli
 from ppo_rlhf.cli.init import project_files
+from ppo_rlhf.hooks.resume import can_resume
 from ppo_rlhf.pipeline_registry import STAGES, register_pipelines
 
 ROOT = Path(__file__).parents[2]
@@ -125,4 +126,8 @@ def test_the_dag_of_the_page_runs_the_whole_chain_in_order(monkeypatch: pytest.M
     assert chained == ["data_preparation", "supervised_finetuning", "reward_modelling", "align"]
     assert {node for name in chained for node in pipelines[name].nodes} == set(pipelines["__default__"].nodes)
     for task in tasks:
-        assert task["bash_command"].endswith(f"--pipelines {task['task_id']}")
+        _, arguments = task["bash_command"].split(" run ")
+        options = cli.commands["run"].make_context("run", arguments.split()).params
+        assert options["pipelines"] == [task["task_id"]]
+        # A run of a pipeline that cannot be resumed refuses `resume`, which nothing would read
+        assert ("resume" in options["params"]) == can_resume(pipelines[task["task_id"]])
