@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from click.testing import CliRunner, Result
 from kedro.framework.cli.cli import KedroCLI
 from transformers import AutoModelForCausalLM
 
+from ppo_rlhf.data.prompt_dataset import PromptDataset
+from ppo_rlhf.data.prompts import PromptReader
 from tests.cli.support import refusal
 from tests.tiny_models import CHAT_TEMPLATE, save, tiny_model, word_tokenizer
 
@@ -138,6 +142,31 @@ def test_a_typed_prompt_is_a_chat_if_the_tokenizer_has_a_template(kedro: Kedro, 
     assert chat[:3] == plain[:3]
     assert answers(chat) != answers(plain)
     assert answers(plain) == answers(said(kedro, own, "b c", "--plain"))
+
+
+def test_prompts_are_read_with_the_values_of_the_chat_template_that_the_policy_was_trained_with(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(own)
+    for name in ("sft_policy", "ppo_policy"):
+        folder = own / "data/06_models" / name / "2026-01-01T00.00.00.000Z"
+        word_tokenizer(chat_template="{{ tone }}" + CHAT_TEMPLATE).save_pretrained(folder)
+    ppo = {"response_length": 6, "temperature": 1.0}
+    record = {"processes": 1, "ppo": ppo, "chat_template_kwargs": {"tone": "b b b "}}
+    (folder / "ppo_rlhf.json").write_text(json.dumps(record))
+    read: list[str] = []
+    tokenise = PromptReader.read
+
+    def noted(self: PromptReader, *given: Any) -> PromptDataset:
+        prompts = tokenise(self, *given)
+        read.extend(prompts.texts)
+        return prompts
+
+    monkeypatch.setattr(PromptReader, "read", noted)
+    result = CliRunner().invoke(KedroCLI(own), ["generate", "c"])
+    assert result.exit_code == 0, result.output
+    [text] = read
+    assert text.startswith("b b b ")
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ppo_rlhf.data.prompt_dataset import PromptDataset
     from ppo_rlhf.hooks.own_settings import OwnSettings
     from ppo_rlhf.models.loading import PretrainedHandle
+    from ppo_rlhf.preflight import RunRequest
 
 READ, OF_REWARD = {"sft_policy", "ppo_policy", "params:ppo", "params:prompts"}, {"reward_model", "params:reward"}
 
@@ -108,14 +109,15 @@ class _Policies:
         from ppo_rlhf.rewards.scorers import build_reward_scorer
 
         parameters = context.config_loader["parameters"]
-        ppo, conf = _handle(context, "ppo_policy"), PPOConfig(**parameters.get("ppo", {}))
         data_root = context.config_loader["globals"].get("data_root", "data")
-        project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root)
-        trained = settings_to_answer(context.catalog, ppo, conf, own, project.is_ours)
+        # The context builds a new catalog each time, and settings_to_answer changes the one that models come from
+        project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root, context.env)
+        ppo, conf = _handle(project, "ppo_policy"), PPOConfig(**parameters.get("ppo", {}))
+        trained = settings_to_answer(project.catalog, ppo, conf, own, project.is_ours)
         config = trained.config
         self.config = config
         self.of_training = trained.lines()
-        sft = _handle(context, "sft_policy")
+        sft = _handle(project, "sft_policy")
         device, dtype = device_of(config), frozen_dtype(config)
         check_device(config, device)
         self.tokenizer = sft.tokenizer()
@@ -125,7 +127,7 @@ class _Policies:
         self.scorer = None
         if options["with_reward"]:
             reward = RewardConfig(**parameters.get("reward", {}))
-            reward_model = _handle(context, "reward_model") if reward.needs_catalogued_model else None
+            reward_model = _handle(project, "reward_model") if reward.needs_catalogued_model else None
             self.scorer = build_reward_scorer(
                 reward, reward_model, self.tokenizer, device=device, dtype=dtype, setting=""
             )
@@ -163,17 +165,11 @@ class _Policies:
         return [_written(policy, text, *of_text) for text, of_text in zip(batch.completions, facts, strict=True)]
 
 
-def _handle(context: Any, name: str) -> PretrainedHandle:
+def _handle(project: RunRequest, name: str) -> PretrainedHandle:
     """Return the handle of a model of the project; raise ModelError if the model does not exist."""
-    from kedro.pipeline import Pipeline
-
-    from ppo_rlhf.preflight.request import RunRequest
-
-    data_root = context.config_loader["globals"].get("data_root", "data")
-    project = RunRequest(Pipeline([]), context.catalog, context.project_path, data_root, context.env)
     if why := project.why_missing(name):
         raise ModelError(why)
-    handle: PretrainedHandle = context.catalog[name].load()
+    handle: PretrainedHandle = project.catalog[name].load()
     return handle
 
 
