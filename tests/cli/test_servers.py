@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import mlflow
 import psutil
 import pytest
+from kedro_mlflow.config.kedro_mlflow_config import KedroMlflowConfig
 
+from ppo_rlhf.cli import servers
 from ppo_rlhf.hooks.viz_status import read_status_of, status_folder, write_status_of
 
 SERVER = """
@@ -60,3 +64,18 @@ def test_each_environment_has_a_status_of_its_own_in_kedro_viz(tmp_path: Path, m
         file = run_events.PIPELINE_EVENT_FULL_PATH
         assert file.parent == tmp_path / status_folder(env)
         assert (json.loads(file.read_text())[0]["timestamp"] if file.exists() else None) == wanted
+
+
+@pytest.mark.parametrize("typed", [None, "sqlite:///other.db"])
+def test_the_pages_are_those_of_the_store_that_the_run_used(
+    typed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    settings = KedroMlflowConfig(server={"mlflow_tracking_uri": typed})
+    monkeypatch.setattr(servers, "context_here", lambda _: SimpleNamespace(mlflow=settings))
+    monkeypatch.setattr(servers, "run_together", started.append)
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: "sqlite:///of_the_environment.db")
+    monkeypatch.chdir(tmp_path)
+    servers._mlflow_ui("local", None, None)
+    [command] = started
+    assert command[command.index("--backend-store-uri") + 1] == (typed or "sqlite:///of_the_environment.db")

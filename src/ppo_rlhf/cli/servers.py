@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+import mlflow
 from kedro_mlflow.framework.cli.cli import ui
 from kedro_viz.launchers.cli.run import run as viz_run
 
@@ -35,7 +36,7 @@ def _mlflow_ui(env: str, port: str | None, host: str | None) -> None:
     kedro-mlflow's command leaves them on the port after SIGTERM, because MLflow's server has processes of its own.
     """
     settings = context_here(env).mlflow
-    uri = settings.server.mlflow_tracking_uri
+    uri = settings.server.mlflow_tracking_uri or mlflow.get_tracking_uri()
     if uri.startswith("http"):
         click.launch(uri)
         return
