@@ -16,6 +16,12 @@ WHEN = r" · \d\d-\d\d \d\d:\d\d"
         ("", ["__default__"], None, "all · scratch"),
         ("", ["reward_modelling", "align"], "org/name", "reward_modelling+al… · name"),
         ("seed=1", ["align"], "SmolLM2-135M-Instruct.Q4_1.gguf", "align · seed=1 · SmolLM2-135M-Instru…"),
+        (
+            "a=1",
+            ["reward_modelling", "align"],
+            "org/a-name-that-is-too-long",
+            "reward_modelling+al… · a-name-that-is-too-…",
+        ),
         ("a=1 " * 30, ["align"], "my-sft", "align · a=1 a=1 a=1 a=1 a=1 a=1 a=1 … · my-sft"),
     ],
 )

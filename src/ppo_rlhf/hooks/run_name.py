@@ -12,8 +12,8 @@ MOST, MOST_OF_A_MODEL = 60, 20
 def run_name(settings: str, pipelines: Sequence[str], model_path: str | None) -> str:
     """Return the name of a run, such as `align · kl_coef=0.1 seed=2 · my-sft · 11-25 18:35`.
 
-    The parts are the pipelines, the settings of the command line, the model and the time. Long parts are cut; the run's
-    tags have them whole.
+    The parts are the pipelines, the settings of the command line, the model and the time. Long parts are cut, and the
+    settings left out if nothing is left for them; the run's tags have them whole.
 
     Args:
         settings: The settings of the command line, such as `kl_coef=0.1 seed=2`; may be empty.
@@ -29,4 +29,6 @@ def run_name(settings: str, pipelines: Sequence[str], model_path: str | None) ->
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 1]}…" if most > 0 else ""
