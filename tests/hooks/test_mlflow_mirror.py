@@ -235,6 +235,17 @@ def test_nobody_waits_for_a_store_that_hangs(
     answer.set()
 
 
+def test_a_thread_that_ends_just_after_the_last_wait_has_sent_everything(
+    run_id: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    mirror = mirror_of(run_id, folder)
+    write(folder, 1)
+    assert mirror.flush(10.0)
+    monkeypatch.setattr(mirror, "flush", lambda _: False)
+    assert mirror.close(0.3, can_resume=True)
+    assert caplog.messages == []
+
+
 def test_what_mlflow_lacks_at_the_end_is_said_with_the_first_line_and_the_reason(
     run_id: str, folder: Path, refusals: list[str], caplog: pytest.LogCaptureFixture
 ):

@@ -100,9 +100,9 @@ class MlflowMirror:
 
     def close(self, patience: float, *, can_resume: bool) -> bool:
         """Flush for the last time, warn about what MLflow lacks, and return whether it has everything."""
-        if self.flush(patience):
+        # The sending thread may come to its end just after a `flush` that waited in vain
+        if self.flush(patience) or not (lacking := list(self._behind())):
             return True
-        lacking = list(self._behind())
         logger.warning(
             "MLflow lacks %d lines of %s, from %s %d on, of run %s: %s.%s",
             len(lacking),
