@@ -259,13 +259,6 @@ def test_peak_memory_on_a_cpu_is_the_processes_high_water_mark_in_bytes(monkeypa
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(line.split()[1]) * 1024, rel=0.02)
 
 
-def test_peak_memory_on_a_cpu_comes_from_psutil_where_python_has_no_resource(monkeypatch):
-    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=7))
-    monkeypatch.setattr("ppo_rlhf.ppo.metrics.resource", None)
-    monkeypatch.setattr("ppo_rlhf.ppo.metrics.psutil.Process", lambda: process)
-    assert peak_memory_bytes(torch.device("cpu")) == 7
-
-
 def test_peak_memory_on_a_gpu_is_that_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 + device.index)
     assert peak_memory_bytes(torch.device("cuda", 1)) == 8

@@ -57,9 +57,6 @@ def run_together(command: list[str]) -> None:
 
 def _end(server: subprocess.Popen[bytes]) -> None:
     """End a server, which leads a group of processes."""
-    if not hasattr(os, "killpg"):  # Windows
-        server.terminate()
-        return
     try:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(PATIENCE_S)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterable
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -22,11 +22,6 @@ from ppo_rlhf.ppo.progress import LOGPROBS, REWARDS, SAMPLING, UPDATE, VALUES, C
 from ppo_rlhf.ppo.rollouts import LOGPROB_GAP, Rollouts
 from ppo_rlhf.rewards.combination_rules import DISAGREEMENT
 from ppo_rlhf.rewards.shaping import deviations
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 
 def iteration_metrics(
@@ -176,7 +171,5 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far in bytes: GPU memory on a CUDA device, else the resident memory of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if resource is None:
-        return int(psutil.Process().memory_info().peak_wset)
     kilobytes = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, kilobytes on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes

@@ -6,10 +6,10 @@ The library filelock is not used, because its lock outlives a killed run if a wo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -17,17 +17,9 @@ from weakref import WeakSet
 
 from ppo_rlhf.core.errors import CheckpointError
 
-try:
-    import fcntl
-except ImportError:  # Windows, which also can neither lock a folder, nor rename a folder with an open file
-    fcntl = None  # type: ignore[assignment]
-    import msvcrt
-
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-FOLDER_LOCK_FILE = ".ppo_rlhf.lock"
-"""File whose lock stands for the lock of its folder, where a folder cannot be locked."""
 SLOW_S = 2.0
 """A process that waits longer than `SLOW_S` seconds for the lock on a folder logs a warning."""
 _held: WeakSet[IO[bytes]] = WeakSet()  # the open lock files whose locks this process holds
@@ -37,7 +29,7 @@ def lock_run(directory: Path) -> IO[bytes] | None:
     """Return the locked file `run.lock` of a run's directory; None if another process holds the lock.
 
     The lock on the run is released when `run.lock` is closed or the process ends. The lock belongs to the opened file,
-    as a `flock` and Windows' locks do: a POSIX record lock would be released when this process closes any other handle
+    as a `flock` does: a POSIX record lock would be released when this process closes any other handle
     of the file, for example after copying the directory. A missing directory is created together with the lock, so that
     another process that looks for a run to resume never sees a new run without its lock.
 
@@ -45,7 +37,7 @@ def lock_run(directory: Path) -> IO[bytes] | None:
         CheckpointError: The run's directory or `run.lock` cannot be written.
     """
     path = directory / LOCK_FILE
-    folder = directory if directory.exists() or fcntl is None else directory.with_name(f".{directory.name}.new")
+    folder = directory if directory.exists() else directory.with_name(f".{directory.name}.new")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("ab")
@@ -71,8 +63,8 @@ def take_lock(file: IO[bytes]) -> bool:
         OSError: The file system does not support locks.
     """
     try:
-        _lock(file.fileno())
-    except (BlockingIOError, PermissionError):
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
     _held.add(file)
     return True
@@ -83,8 +75,7 @@ def _close_held() -> None:
         file.close()
 
 
-if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(after_in_child=_close_held)
+os.register_at_fork(after_in_child=_close_held)
 
 
 def is_let_go(directory: Path) -> bool:
@@ -104,13 +95,10 @@ def is_let_go(directory: Path) -> bool:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one process at a time run the block; a process that waits for `SLOW_S` seconds logs a warning.
 
-    The lock is on the folder itself, so no lock file is created, except on Windows. If the file system refuses to lock
+    The lock is on the folder itself, so no lock file is created. If the file system refuses to lock
     a folder, as a network file system may, no process waits.
     """
-    if fcntl is None:
-        descriptor = os.open(folder / FOLDER_LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    else:
-        descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     line = (
         "Waiting for another process that has locked %s: a run that starts or registers its model, or that "
         "dequantises a GGUF file, `collect_feedback`, or `kedro clean`."
@@ -120,29 +108,9 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     try:
         waits.start()
         with contextlib.suppress(OSError):
-            _lock(descriptor, waits=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         waits.cancel()
         yield
     finally:
         waits.cancel()  # cancel the timer here too, because a signal may have interrupted the wait for the lock
         os.close(descriptor)
-
-
-def _lock(descriptor: int, *, waits: bool = False) -> None:
-    """Lock an open file or folder, until it is closed or this process ends.
-
-    Raises:
-        BlockingIOError, PermissionError: Another process holds the lock, and `waits` is False.
-        OSError: The file system does not support locks.
-    """
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    while True:
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-            return
-        except PermissionError:
-            if not waits:
-                raise
-            time.sleep(0.1)

@@ -8,7 +8,6 @@ PPOTrainer takes only Ctrl-C, as KeyboardInterrupt. Both let a first signal fini
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import stat
@@ -25,9 +24,7 @@ import psutil
 from ppo_rlhf.core.errors import PPORLHFError, TrainingError
 from ppo_rlhf.runtime.stop_exceptions import TerminationSignal
 
-SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP, no SIGPIPE and no pthread_kill
-SIGPIPE = getattr(signal, "SIGPIPE", 13)
-SIGNALS = tuple(signum for signum in (signal.SIGTERM, signal.SIGINT, SIGHUP) if signum is not None)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_REQUEST_S = 0.3
 """A signal less than `SAME_REQUEST_S` seconds after the first signal counts as the same request to stop: `timeout` and
 launchers send a signal to a process and then to its group."""
@@ -56,7 +53,7 @@ def as_error(stop: BaseException) -> Exception:
         error = RunInterruptedError(getattr(stop, "signum", signal.SIGINT), getattr(stop, "why", ""))
     # rich raises SystemExit when the reader of its output closes the pipe
     elif isinstance(stop.__context__, BrokenPipeError):
-        error = RunInterruptedError(SIGPIPE, "SIGPIPE: nobody reads its output any more")
+        error = RunInterruptedError(signal.SIGPIPE, "SIGPIPE: nobody reads its output any more")
     error.__cause__ = stop
     return error
 
@@ -189,11 +186,8 @@ def finishing_first(
 
 
 def send_to_main_thread(signum: int) -> None:
-    """Send a signal to the main thread; where the system can, this also ends a wait of the main thread in a call."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signum)
-    else:
-        _thread.interrupt_main(signal.Signals(signum))
+    """Send a signal to the main thread, which also ends a wait of the main thread in a call."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signum)
 
 
 def grace(signum: int, grace_s: float | None) -> float | None:
@@ -206,7 +200,7 @@ def grace(signum: int, grace_s: float | None) -> float | None:
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if signum == SIGHUP:  # the terminal is being closed, so printing to the terminal would fail
+    if signum == signal.SIGHUP:  # the terminal is being closed, so printing to the terminal would fail
         for descriptor in (1, 2):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -96,7 +96,6 @@ def delete_abandoned_drafts(parent: Path) -> None:
                 if not take_lock(lock):
                     continue
                 _delete_folder(folder)
-            _delete_folder(folder)  # Windows deletes no file that is open, so the lock file is still there
 
 
 def _new_folder(target: Path) -> tuple[Path, IO[bytes]]:
