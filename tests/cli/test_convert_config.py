@@ -14,6 +14,7 @@ from kedro.config import OmegaConfigLoader
 
 from ppo_rlhf.cli import cli
 from ppo_rlhf.compat import Conversion, from_llamafactory, from_trl
+from ppo_rlhf.compat.conversion import texts_of
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 from tests.compat.trl_source import LEGACY_SCRIPT, TRL_LEGACY
@@ -64,8 +65,8 @@ def test_kedro_reads_the_files_as_the_conversion_over_what_the_source_does_not_h
     """The result keeps from conf/base's group ppo only settings that the source library does not have."""
     (tmp_path / "base").symlink_to(ROOT / "conf" / "base")
     (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "parameters.yml").write_text(conversion.parameters_text())
-    (tmp_path / "local" / "globals.yml").write_text(conversion.globals_text())
+    for name, text in zip(("parameters", "globals"), texts_of([conversion]), strict=True):
+        (tmp_path / "local" / f"{name}.yml").write_text(text)
     loader = OmegaConfigLoader(str(tmp_path), env="local", **CONFIG_LOADER_ARGS)
     left = {name: value for name, value in base_ppo().items() if name not in conversion.parameters["ppo"]}
     assert left.keys() <= {"total_episodes", "response_length", "missing_eos_penalty"}
@@ -76,10 +77,11 @@ def test_kedro_reads_the_files_as_the_conversion_over_what_the_source_does_not_h
 
 def test_every_value_says_where_it_comes_from_and_yaml_cannot_misread_it():
     conversion = from_trl({"steps": 10, "model_name": "yes", "query_dataset": "a: b #c.csv"})
-    lines = (conversion.parameters_text() + conversion.globals_text()).splitlines()
+    parameters_text, globals_text = texts_of([conversion])
+    lines = (parameters_text + globals_text).splitlines()
     assert all(" # " in line for line in lines if not line.startswith("#") and line != "ppo:")
-    assert yaml.safe_load(conversion.globals_text()) == conversion.globals | {"reward_model_path": None}
-    assert yaml.safe_load(conversion.parameters_text()) == {"ppo": conversion.parameters["ppo"]}
+    assert yaml.safe_load(globals_text) == conversion.globals | {"reward_model_path": None}
+    assert yaml.safe_load(parameters_text) == {"ppo": conversion.parameters["ppo"]}
 
 
 def test_what_the_source_does_not_name_is_written_to_be_filled_in(folder: Path):
@@ -216,7 +218,7 @@ def test_unknown_settings_are_printed(folder: Path):
 def test_globals_that_are_no_text_are_read_back_as_they_were():
     given = {"stage": "ppo", "reward_model": "http://h/s", "reward_model_type": "api", "enable_thinking": False}
     conversion = from_llamafactory(given)
-    read = yaml.safe_load(conversion.globals_text())
+    read = yaml.safe_load(texts_of([conversion])[1])
     assert {name: value for name, value in read.items() if value is not None} == conversion.globals
     assert conversion.globals["chat_template_kwargs"] == {"enable_thinking": False}
     assert conversion.globals["reward_components"][0]["function"] == "reward_server:score"

@@ -228,7 +228,7 @@ def test_tables_are_left_to_be_set_in_this_projects_columns():
         conversion = from_llamafactory({"stage": stage, "dataset": "questions", "dataset_dir": "data"})
         assert f"set {target} to your data" in dict(conversion.not_carried)["dataset"]
         assert target in conversion.missing
-        assert f"{target}: null # FILL IN: your " in conversion.globals_text()
+        assert f"{target}: null # FILL IN: your " in texts_of([conversion])[1]
 
 
 SFT = {

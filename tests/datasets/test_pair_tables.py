@@ -193,15 +193,6 @@ def test_a_damaged_table_of_pairs_is_named_in_one_line(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:100])
 
 
-def test_a_table_whose_numbers_a_spreadsheet_does_not_keep_is_refused(tmp_path: Path) -> None:
-    tables = collected(tmp_path, [("p", "a", "b")])
-    (file,) = (tmp_path / "feedback_pairs").glob("*.parquet")
-    pd.read_parquet(file).assign(number=1_234_567_890_123_456).to_parquet(file)
-    with pytest.raises(DatasetError) as failed:
-        tables.load()
-    assert "the number 1234567890123456 has more than seven digits" in str(failed.value.__cause__)
-
-
 def test_two_pairs_of_one_number_are_refused(tmp_path: Path) -> None:
     tables = collected(tmp_path, [("p", "a", "b")])
     shutil.copy(tmp_path / "feedback_pairs/0.parquet", tmp_path / "feedback_pairs/copy of 0.parquet")

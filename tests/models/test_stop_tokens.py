@@ -55,5 +55,3 @@ def test_a_stop_token_that_does_not_exist_is_refused():
         stop_token_ids(word_tokenizer(eos_token=None), None)
     with pytest.raises(ConfigError, match=r"stop_token_id=99.*24"):
         stop_token_ids(word_tokenizer(), None, stop_token_id=99)
-    with pytest.raises(ConfigError, match=r"stop_token='full'.*eos, period, none"):
-        stop_token_ids(word_tokenizer(), None, stop_token="full")

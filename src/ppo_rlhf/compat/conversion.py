@@ -141,14 +141,6 @@ class Conversion:
         shared = {name: value for name, value in self.globals.items() if name in of_config}
         return PPOConfig(**shared | self.parameters["ppo"] | changes)
 
-    def parameters_text(self) -> str:
-        """Return the text of parameters.yml, in which a comment names the source setting of each value."""
-        return _file([self], self._parameter_lines())
-
-    def globals_text(self) -> str:
-        """Return the text of globals.yml. A missing global is null with a comment on what to fill in."""
-        return _file([self], self._global_lines())
-
     def _parameter_lines(self) -> list[str]:
         groups = {group: values for group in _GROUPS if (values := self._group(group))}
         named = {group: [f"  {self._line(name, f'{group}.')}" for name in values] for group, values in groups.items()}
@@ -243,7 +235,9 @@ class Conversion:
 
 
 def texts_of(conversions: Sequence[Conversion]) -> tuple[str, str]:
-    """Return the texts of parameters.yml and globals.yml for several stages that were converted separately.
+    """Return the texts of parameters.yml and globals.yml for one stage or more that were converted separately.
+
+    A comment names the source setting of each value. A missing global is null with a comment on what to fill in.
 
     Raises:
         ConfigError: Two stages set a global to different values.

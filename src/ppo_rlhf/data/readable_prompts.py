@@ -15,7 +15,7 @@ def turns(chat: Chat, tools: Tools = None) -> list[tuple[str, str]]:
     for message in chat:
         role = str(message["role"]).capitalize()
         calls = [(f"{role}: {key}", as_json(message[key], indent=1)) for key in CALLS if message.get(key)]
-        content = _plain(message.get("content"))
+        content = str(message.get("content") or "")
         parts += [(role, content), *calls] if content or not calls else calls
     return parts
 
@@ -40,14 +40,3 @@ def readable_prompts(prompts: PromptDataset) -> list[str]:
         return prompts.texts[:]
     tools = prompts.columns.get(TOOLS, [None] * len(prompts))
     return [readable_prompt(*row) for row in zip(prompts.texts, prompts.chats, tools, strict=True)]
-
-
-def _plain(content: Any) -> str:
-    """Return the content of a message as text; parts of other kinds than text as JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    return "\n".join(
-        part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else as_json(part)
-        for part in parts
-    )

@@ -21,7 +21,7 @@ from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import mlflow_queue
-from ppo_rlhf.people.answers import NUMBERS, RANDOM, SHEET, Comparison, answers_of, is_answers
+from ppo_rlhf.people.answers import RANDOM, SHEET, Comparison, answers_of, is_answers
 from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.paths import below_project, in_project
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -196,12 +196,6 @@ def _read(file: Path) -> pd.DataFrame:
             raise ValueError(f"no column {', '.join(lacking)}")
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: this table of pairs is damaged: {in_one_line(error)}. Restore the file.") from error
-    longest = max(map(str, table["number"]), key=len, default="")
-    if len(longest) > len(str(NUMBERS[-1])):
-        raise DataError(
-            f"{file}: the number {longest} has more than seven digits, of which a spreadsheet loses some, so that an "
-            "answer may reach another pair. Remove the table, and collect the pairs anew."
-        )
     return table
 
 

@@ -25,7 +25,7 @@ from ppo_rlhf.core.addresses import without_secrets
 from ppo_rlhf.hooks.run_end import typed_command
 from ppo_rlhf.hooks.run_name import run_name
 from ppo_rlhf.runtime.manifests import sha256_of
-from ppo_rlhf.runtime.names import HELD_OUT_DEMONSTRATIONS, POLICY, SET
+from ppo_rlhf.runtime.names import POLICY, SET
 from ppo_rlhf.runtime.paths import below_project, path_of
 from ppo_rlhf.runtime.processes import process_count
 
@@ -75,6 +75,8 @@ class RunDescription:
 
 def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> RunDescription:
     """Return the description of a run before its first node runs. The run's inputs are read to compute fingerprints."""
+    from ppo_rlhf.preflight import RunRequest
+
     project_path = Path(run_params["project_path"])
     names = {name.removeprefix(PREFIX).split(".")[0] for name in pipeline.inputs() if name.startswith(PREFIX)}
     groups = {name: parameter(catalog, name) for name in sorted(names)}
@@ -88,23 +90,9 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
     params = {name: value for group, values in groups.items() for name, value in flattened(group, values).items()}
     seed = next((group.seed for group in groups.values() if hasattr(group, "seed")), None)
     changed = ppo.not_default() if hasattr(ppo, "not_default") else {}
-    unused = []
-    reward: Any = groups.get("reward")
-    if not getattr(reward, "needs_catalogued_model", True):
-        unused.append("reward_model")
-    if path_of(catalog.get("raw_evaluation_prompts")):
-        unused.append("evaluation_prompts")
-    if getattr(ppo, "value_model", "") != "pretrained":
-        unused.append("pretrained_critic")
-    evaluation: Any = groups.get("evaluation")
-    reads_held_out = getattr(evaluation, "reference_texts", None) == HELD_OUT_DEMONSTRATIONS
-    if not reads_held_out and "sft_policy" not in pipeline.all_outputs():
-        unused.append("evaluation_demonstrations")
-    feedback: Any = groups.get("feedback")
-    if feedback is not None:
-        unused += [name for name in ("sft_policy", POLICY) if not feedback.names(name)]
-    inputs = _input_tags(sorted(pipeline.inputs().difference(unused)), catalog)
-    inputs |= _reward_model_tags(reward, project_path)
+    unused = RunRequest(pipeline, catalog, project_path).unused - {"training_prompts"}  # which a node counts
+    inputs = _input_tags(sorted(pipeline.inputs() - unused), catalog)
+    inputs |= _reward_model_tags(groups.get("reward"), project_path)
     for setting, model in MODELS.items():
         if f"ppo.{setting}" in params and params[f"ppo.{setting}"] is None and model not in unused:
             params[f"ppo.{setting}"] = inputs.get(f"data.{model}.path") or str(path_of(catalog.get(model)))
@@ -131,9 +119,7 @@ def describe_run(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: Cat
         **inputs,
         **_function_tags(params, project_path),
     }
-    model = next(
-        (name for name in (POLICY, "base_model") if name in pipeline.inputs().difference(unused)), "sft_policy"
-    )
+    model = next((name for name in (POLICY, "base_model") if name in pipeline.inputs() - unused), "sft_policy")
     name = run_name(given, pipeline_names(run_params), path_of(catalog.get(model)))
     tags = {key: without_secrets(text) for key, text in tags.items()}
     return RunDescription(_masked(params), tags, without_secrets(name), chosen_here)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal, assert_never
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo_rlhf.core.errors import ConfigError, ModelError
 from ppo_rlhf.models.tokenizers import around_answer, special_ids
 
+StopToken = Literal["eos", "period", "none"]
 _WORD_MARKS = "Ġ▁ "  # marks of a leading space in byte-level BPE (Ġ) and SentencePiece (▁)
 
 
@@ -16,7 +18,7 @@ def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,
     *,
-    stop_token: str = "eos",
+    stop_token: StopToken = "eos",
     stop_token_id: int | None = None,
     vocabulary: int | None = None,
 ) -> tuple[int, ...]:
@@ -33,7 +35,7 @@ def stop_token_ids(
             number is unknown.
 
     Raises:
-        ConfigError: `stop_token_id` is not an id of the tokenizer, or `stop_token` is not one of the three values.
+        ConfigError: `stop_token_id` is not an id of the tokenizer.
         ModelError: The tokenizer has no token for `stop_token`.
     """
     if stop_token_id is not None:
@@ -42,20 +44,22 @@ def stop_token_ids(
                 f"stop_token_id={stop_token_id} is not an id of the tokenizer (0 to {len(tokenizer) - 1})."
             )
         return (stop_token_id,)
-    if stop_token == "none":
-        return ()
-    if stop_token == "period":
-        ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
-    elif stop_token == "eos":
-        configured = generation_config.eos_token_id if generation_config is not None else None
-        configured_ids = configured if isinstance(configured, list | tuple) else [configured]
-        if not all(isinstance(index, int | None) for index in configured_ids):
-            raise ModelError(
-                f"generation_config.json: eos_token_id={configured!r} is neither a token id nor a list of token ids."
-            )
-        ids = {*configured_ids, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
-    else:
-        raise ConfigError(f"stop_token={stop_token!r} is not one of eos, period, none.")
+    match stop_token:
+        case "none":
+            return ()
+        case "period":
+            ids = {index for token, index in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS) == "."}
+        case "eos":
+            configured = generation_config.eos_token_id if generation_config is not None else None
+            configured_ids = configured if isinstance(configured, list | tuple) else [configured]
+            if not all(isinstance(index, int | None) for index in configured_ids):
+                raise ModelError(
+                    f"generation_config.json: eos_token_id={configured!r} is neither a token id nor a list of token "
+                    "ids."
+                )
+            ids = {*configured_ids, tokenizer.eos_token_id, end_of_turn_id(tokenizer)} - {None}
+        case unknown:
+            assert_never(unknown)
     known = tuple(sorted(ids)) if vocabulary is None else ids_within(ids, vocabulary)
     if not known:
         raise ModelError(

@@ -15,7 +15,7 @@ from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import ASSISTANT, Chat, Tools, is_text
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import table_of
-from ppo_rlhf.runtime.log_lines import said
+from ppo_rlhf.runtime.log_lines import say_once
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -206,9 +206,7 @@ def preferences_of(comparisons: Sequence[Comparison], source: str) -> Dataset:
         f"response. {len(people)} people"
         + ("." if alpha is None else f", whose agreement (Krippendorff's alpha) is {alpha:.2f}.")
     )
-    if line not in said:
-        said.add(line)
-        log.info("%s", line)
+    say_once(line, logging.INFO)
     if not rows:
         raise DataError(
             f"{source}: nobody has preferred a response yet in {len(comparisons)} pairs. Let people answer some."

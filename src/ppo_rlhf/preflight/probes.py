@@ -199,7 +199,7 @@ def brings_back(config: PPOConfig) -> bool:
             assert_never(unknown)
 
 
-def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[PreTrainedModel, str]:
+def tiny_model(architecture: PretrainedConfig | None) -> tuple[PreTrainedModel, str]:
     """Return a random model of an architecture (two layers of width 32), and the architecture's name.
 
     A Llama model replaces an architecture that is None, cannot be built so small, or attends to later tokens. The
@@ -209,10 +209,10 @@ def tiny_model(architecture: PretrainedConfig | None, seed: int = 0) -> tuple[Pr
     if architecture is not None:
         text = architecture.get_text_config()
         try:
-            return _drawn(shrunk(text), seed), type(text).__name__
+            return _drawn(shrunk(text), seed=0), type(text).__name__
         except Exception as error:  # architectures refuse the sizes of a tiny model by many types of errors
             reason = f"{type(text).__name__} cannot be built so small ({in_one_line(error)})"
-    return _drawn(LlamaConfig(**SHAPE), seed), f"LlamaConfig, because {reason}"
+    return _drawn(LlamaConfig(**SHAPE), seed=0), f"LlamaConfig, because {reason}"
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:

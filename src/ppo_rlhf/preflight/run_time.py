@@ -85,7 +85,7 @@ def describe(config: PPOConfig, work: Work, device: torch.device) -> Iterator[tu
             yield "advice", f"this CPU is {faster:.1f} times faster in 16 bits: ppo.dtype=bfloat16 (other numbers)"
 
 
-def time_passes(config: PPOConfig, work: Work, device: torch.device, deadline: float = math.inf) -> PassTimes:
+def time_passes(config: PPOConfig, work: Work, device: torch.device, deadline: float) -> PassTimes:
     """Return how long passes through the policy take on this machine.
 
     Args:

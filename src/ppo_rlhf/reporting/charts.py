@@ -190,14 +190,13 @@ def training_curves(history: pd.DataFrame, ppo: PPOConfig, expected: ExpectedCur
     return figure
 
 
-def first_curves(curves: go.Figure, count: int = 4) -> go.Figure:
-    """Return the first panels of `training_curves`, two in a row, which can be read at 400 by 300 pixels.
+def first_curves(curves: go.Figure) -> go.Figure:
+    """Return the first four panels of `training_curves`, two in a row, which can be read at 400 by 300 pixels.
 
     Kedro-Viz draws a figure at that size before it shows it on the whole screen, and gives the first axes another text
     size than all others: this figure has no first axes.
     """
-    titles, rows = curves.layout.annotations[:count], math.ceil(count / 2)
-    width, height = 0.44, (1.0 - 0.22 * (rows - 1)) / rows
+    titles, width, height = curves.layout.annotations[:4], 0.44, 0.39
     figure = go.Figure()
     style(figure, height=460, showlegend=False)
     for place, title in enumerate(titles):

@@ -76,7 +76,7 @@ def read_lines(path: Path, after: Mark | None = None) -> Iterator[Line]:
                 if digest != f'{_digest(end.sha256, body)}"}}':
                     raise ValueError("the line differs from its SHA-256")
                 content = json.loads(f"{body}}}")
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise CheckpointError(
                     f"{path}: damaged behind byte {end.bytes} ({error}). Restore the file; without its metrics the run "
                     "cannot go on"

@@ -487,9 +487,7 @@ class PPOTrainer:
         on_main(partial(claim, folder, self._folders))
         self._folders[folder.resolve()] = None
 
-    def _save(self, directory: Path | None) -> None:
-        if directory is None:
-            return
+    def _save(self, directory: Path) -> None:
         self.save_checkpoint(directory)
         if is_main_process():
             prune_run(directory, self.config, self.state.progress.best_evaluation)
