@@ -44,6 +44,18 @@ def test_a_database_that_sqlalchemy_would_make_elsewhere_is_refused(tmp_path: Pa
         place_in_project(settings, tmp_path / project)
 
 
+def test_a_store_that_nothing_names_is_refused_and_the_environment_may_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = KedroMlflowConfig.model_validate({"server": {"mlflow_tracking_uri": None}})
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ConfigError, match=r"server\.mlflow_tracking_uri is null, and MLFLOW_TRACKING_URI is not set"):
+        place_in_project(settings, tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
+    place_in_project(settings, tmp_path)
+    assert settings.server.mlflow_tracking_uri is None
+
+
 def test_an_error_is_one_line_without_what_sqlalchemy_adds():
     text = "(sqlite3.OperationalError) database\n is locked\n[SQL: INSERT INTO x]\n(Background on this error at: …)"
     assert one_line(MlflowException(text)) == "(sqlite3.OperationalError) database is locked"

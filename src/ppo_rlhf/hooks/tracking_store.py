@@ -47,11 +47,15 @@ def place_in_project(settings: KedroMlflowConfig, project_path: Path) -> None:
     notebook would get a second tracking store.
 
     Raises:
-        ConfigError: The sqlite file's path has a `?` or an escape such as `%20`, for which SQLAlchemy would create a
-            file with another name.
+        ConfigError: No tracking store is named, or the sqlite file's path has a `?` or an escape such as `%20`, for
+            which SQLAlchemy would create a file with another name.
     """
-    uri = settings.server.mlflow_tracking_uri or ""
-    if uri.startswith(SQLITE):
+    uri = settings.server.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri:
+        raise ConfigError(
+            "mlflow.yml: server.mlflow_tracking_uri is null, and MLFLOW_TRACKING_URI is not set. Set one of them."
+        )
+    if settings.server.mlflow_tracking_uri and uri.startswith(SQLITE):
         database = project_path / Path(uri.removeprefix(SQLITE)).expanduser()
         if reserved := re.search(r"\?|%[0-9A-Fa-f]{2}", str(database)):
             raise ConfigError(
