@@ -71,11 +71,22 @@ def test_the_pages_are_those_of_the_store_that_the_run_used(
     typed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        started.append(command)
+        return 3
+
     settings = KedroMlflowConfig(server={"mlflow_tracking_uri": typed})
     monkeypatch.setattr(servers, "context_here", lambda _: SimpleNamespace(mlflow=settings))
-    monkeypatch.setattr(servers, "run_together", started.append)
+    monkeypatch.setattr(servers, "run_together", run)
     monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: "sqlite:///of_the_environment.db")
     monkeypatch.chdir(tmp_path)
-    servers._mlflow_ui("local", None, None)
+    with pytest.raises(SystemExit, match="3"):
+        servers._mlflow_ui("local", None, None)
     [command] = started
+    assert command[:4] == [sys.executable, "-m", "mlflow", "ui"]  # also where no environment is activated
     assert command[command.index("--backend-store-uri") + 1] == (typed or "sqlite:///of_the_environment.db")
+
+
+def test_the_exit_code_is_the_servers() -> None:
+    assert servers.run_together([sys.executable, "-c", "raise SystemExit(3)"]) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,16 +42,20 @@ def _mlflow_ui(env: str, port: str | None, host: str | None) -> None:
         click.launch(uri)
         return
     follow_artifacts(uri, settings.tracking.experiment.create_experiment_kwargs.artifact_location)
-    command = ["mlflow", "ui", "--backend-store-uri", uri]
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri]
     command += ["--host", host or settings.ui.host, "--port", port or settings.ui.port]
-    run_together(command)
+    sys.exit(run_together(command))
 
 
-def run_together(command: list[str]) -> None:
-    """Run a server until it ends or a signal comes to this process, and end all processes that it has started."""
+def run_together(command: list[str]) -> int:
+    """Run a server until it ends or a signal comes to this process, and end all processes that it has started.
+
+    Returns:
+        The server's exit code.
+    """
     server = subprocess.Popen(command, start_new_session=True)
     try:
-        server.wait()
+        return server.wait()
     finally:
         _end(server)
 
