@@ -25,7 +25,9 @@ def recorded(project: Path, name: str, version: str, status: str = "FINISHED", s
     place = found.experiment_id if found else client.create_experiment("ppo_rlhf")
     folder = project / "data" / "06_models" / name / version
     TrainedModel(tiny_model(), word_tokenizer(), card=f"{CARD}{version}").save(folder)
-    run = client.create_run(place, start_time=started, tags={f"written.{name}.{version}": str(folder)})
+    run = client.create_run(
+        place, start_time=started, tags={f"written.{name}.{version}": str(folder.relative_to(project))}
+    )
     client.set_terminated(run.info.run_id, status)
     return str(run.info.run_id)
 

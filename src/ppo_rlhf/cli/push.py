@@ -14,6 +14,7 @@ from ppo_rlhf.cli.project import recorded_runs
 from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.hooks.run_log import POLICY, WRITTEN
 from ppo_rlhf.runtime.names import env_option
+from ppo_rlhf.runtime.paths import in_project
 
 
 @click.command(cls=Command)
@@ -56,5 +57,5 @@ def push(repository: str, name: str, run_id: str | None, env: str | None, **opti
 
 def _written(run: Run, name: str) -> Path | None:
     """Return the folder of the newest model that a run wrote under the dataset `name`."""
-    folders = [Path(path) for tag, path in run.data.tags.items() if tag.startswith(f"{WRITTEN}{name}.")]
+    folders = [in_project(path) for tag, path in run.data.tags.items() if tag.startswith(f"{WRITTEN}{name}.")]
     return max(folders, key=lambda folder: folder.name, default=None)

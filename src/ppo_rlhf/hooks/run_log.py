@@ -43,7 +43,7 @@ from ppo_rlhf.runtime.names import (
     STATE,
     env_option,
 )
-from ppo_rlhf.runtime.paths import last_name, path_of
+from ppo_rlhf.runtime.paths import last_name, path_of, readable_path
 from ppo_rlhf.runtime.signals import deferring_signals
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class RunLog:
         with name_slow_store(uri):
             if (version := getattr(self._catalog.get(name), "pinned", None)) is not None:
                 with log_store_errors(f"the path of {name}"):
-                    mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), str(version))
+                    mlflow.set_tag(f"{WRITTEN}{name}.{version.name}".replace("+", "_"), readable_path(version))
                     if (version / MADE_FROM).is_file():
                         mlflow.log_artifact(str(version / MADE_FROM), name)
             if name != POLICY and not (name == CRITIC and version is not None):

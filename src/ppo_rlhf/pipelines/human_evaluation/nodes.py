@@ -129,7 +129,7 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     log.info("%s", summary["result"])
     if mlflow.active_run() is not None:
         mlflow.log_metrics(summary["metrics"])
-        mlflow.set_tags({MLFLOW_RUN_NOTE: summary["result"], JUDGED_POLICY: summary["policy"]})
+        mlflow.set_tags({MLFLOW_RUN_NOTE: summary["result"], JUDGED_POLICY: readable_path(summary["policy"])})
     return summary
 
 
