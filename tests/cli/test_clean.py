@@ -172,6 +172,18 @@ def test_champion_best_and_unfinished_runs_stay(kedro: Kedro, recorded: Recorded
     assert lines[-1] == "Kept: 2 to be resumed, 2 champion or best."
 
 
+def test_a_champion_in_a_registry_of_its_own_stays(kedro: Kedro, recorded: Recorded):
+    registry = f"sqlite:///{recorded.folder / 'registry.db'}"
+    (recorded.folder / "conf" / "local" / "mlflow.yml").write_text(f"server: {{mlflow_registry_uri: '{registry}'}}")
+    champion, _ = recorded.run(), recorded.run()
+    client = MlflowClient(registry_uri=registry)
+    client.create_registered_model("aligned")
+    version = client.create_model_version("aligned", f"runs:/{champion}/ppo_policy", champion).version
+    client.set_registered_model_alias("aligned", "champion", version)
+    cleaned(kedro, recorded.folder, "--keep", "0", "--yes")
+    assert recorded.left() == {champion}
+
+
 def test_runs_that_collected_pairs_for_people_stay_with_what_they_read(kedro: Kedro, recorded: Recorded):
     version = recorded.version("sft_policy", VERSIONS[0])
     recorded.version("sft_policy", VERSIONS[1])

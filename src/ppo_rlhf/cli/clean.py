@@ -85,6 +85,8 @@ def _clean(context: Any, keep: int, yes: bool) -> Iterator[str]:
     uri = existing_store(context.mlflow, context.env)
     follow_artifacts(uri, context.mlflow.tracking.experiment.create_experiment_kwargs.artifact_location)
     mlflow.set_tracking_uri(uri)
+    if registry := context.mlflow.server.mlflow_registry_uri:
+        mlflow.set_registry_uri(registry)
     # Keep the catalog in a variable, because Kedro's property `context.catalog` builds a new catalog at each access
     catalog = context.catalog
     entries = [catalog.get(name) for name in list(catalog)]
