@@ -860,7 +860,7 @@ def untracked(entry: ResumeCheckpointDataset, project: Path) -> None:
     """Call the hook as Kedro does before the first node, with tracking disabled."""
     hook = TrackingHook()
     hook.mlflow_config = KedroMlflowConfig.model_validate({"tracking": {"disable_tracking": {"pipelines": ["ppo"]}}})
-    run_params = {"pipeline_names": ["ppo"], "project_path": str(project)}
+    run_params = {"pipeline_names": ["ppo"], "project_path": str(project), "env": None}
     catalog = DataCatalog({"resume_checkpoint": entry})
     hook.before_pipeline_run(run_params, Pipeline([MAKES_STATE, ITERATES]), catalog)
 

@@ -37,7 +37,7 @@ def test_the_main_process_tells_the_run_and_its_checkpoint_to_the_others(
     monkeypatch.setenv(RUN_ID, "")
     entry = ResumeCheckpointDataset(str(tmp_path), "latest")
     catalog = DataCatalog({"resume_checkpoint": entry, "params:ppo": MemoryDataset(PPOConfig())})
-    WorkerHook().before_pipeline_run({"project_path": str(tmp_path)}, Pipeline([]), catalog)
+    WorkerHook().before_pipeline_run({"project_path": str(tmp_path), "env": None}, Pipeline([]), catalog)
     assert os.environ[RUN_ID] == "run"
     assert entry.load() == tmp_path
     assert catalog.load("params:ppo").dtype == "bfloat16"  # though auto would be float32 here
@@ -52,7 +52,9 @@ def test_nodes_without_a_shared_folder_are_refused_in_every_process(monkeypatch:
     monkeypatch.setattr(processes, "from_all", lambda sees: [True, sees])
     for process in (
         lambda: agree_on_run("run", None, lost),
-        lambda: WorkerHook().before_pipeline_run({"project_path": str(tmp_path)}, Pipeline([]), DataCatalog({})),
+        lambda: WorkerHook().before_pipeline_run(
+            {"project_path": str(tmp_path), "env": None}, Pipeline([]), DataCatalog({})
+        ),
     ):
         with pytest.raises(LaunchError, match=f"^process 1 .*{lost}: "):
             process()

@@ -461,7 +461,8 @@ def test_long_prompt_keeps_its_end_and_long_response_its_start():
     assert text.count("xEND") == 1
 
 
-def test_pipeline_writes_page_and_plots_and_prints_the_result(capsys):
+def test_pipeline_writes_page_and_plots_and_prints_the_result(capsys, monkeypatch):
+    monkeypatch.setattr(nodes.running, "environment", "mine")  # also where MLflow does not track the run
     outputs = run_reporting()
     assert set(outputs) == {"report", "training_curves_plot", "score_distribution_plot"}
     page = Page(outputs["report"]).text
@@ -477,7 +478,12 @@ def test_pipeline_writes_page_and_plots_and_prints_the_result(capsys):
         assert expected in page
     assert "evaluation.seed" not in page  # it follows globals
     printed = " ".join(capsys.readouterr().out.split())
-    for expected in ("88.0% of 1,512", "elsewhere/report.html", "kedro mlflow ui", "data/06_models/ppo_policy/1"):
+    for expected in (
+        "88.0% of 1,512",
+        "elsewhere/report.html",
+        "kedro mlflow ui --env mine",
+        "data/06_models/ppo_policy/1",
+    ):
         assert expected in printed
     assert str(Path.cwd()) not in printed
 

@@ -60,7 +60,7 @@ from ppo_rlhf.hooks.tracking_store import (
 from ppo_rlhf.hooks.worker import agree_on_run
 from ppo_rlhf.runtime import paths
 from ppo_rlhf.runtime.locks import lock_run, one_at_a_time
-from ppo_rlhf.runtime.names import RESUME_CHECKPOINT, SET, TRAININGS, untracked
+from ppo_rlhf.runtime.names import RESUME_CHECKPOINT, SET, TRAININGS, env_option, untracked
 from ppo_rlhf.runtime.signals import RunInterruptedError, as_error, deferring_signals
 from ppo_rlhf.runtime.whole_files import delete_abandoned_drafts
 
@@ -142,7 +142,7 @@ class TrackingHook(MlflowHook):
 
         self._let_go()
         self._is_sweep, project_path = TRAININGS in pipeline.all_outputs(), Path(run_params["project_path"])
-        paths.running.project = project_path
+        paths.running.project, paths.running.environment = project_path, run_params["env"]
         entry = resume_entry(pipeline, catalog)
         named = None if entry is None else find_named(entry.requested, entry.root, project_path)
         disabled = self.mlflow_config.tracking.disable_tracking.pipelines
@@ -380,7 +380,8 @@ class TrackingHook(MlflowHook):
     def _let_go(self) -> None:
         """Forget the run, and release its lock so that other processes can resume the run."""
         self._saving.close()
-        self.run_id = self._log = self._catalog = self._checkpoints = self._record = paths.running.project = None
+        self.run_id = self._log = self._catalog = self._checkpoints = self._record = None
+        paths.running.project = paths.running.environment = None
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -394,7 +395,7 @@ class TrackingHook(MlflowHook):
             mlflow.MlflowClient().set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", COLUMNS)
         is_server, ui = self._uri().startswith("http"), self.mlflow_config.ui
         server = without_secrets(self._uri()).replace("***@", "") if is_server else f"http://{ui.host}:{ui.port}"
-        ui_too = "" if is_server else ", and all runs, in `kedro mlflow ui`"
+        ui_too = "" if is_server else f", and all runs, in `kedro mlflow ui{env_option(self._context.env)}`"
         logger.info("MLflow run %s%s:", self.run_id, ui_too)
         logger.info("%s/#/runs/%s", server, self.run_id)
         # Of 100 columns a line of the log leaves 80 to its text, which an address may not exceed

@@ -64,7 +64,7 @@ class WorkerHook:
         """Make a worker process wait until the main process has checked the run and opened the MLflow run."""
         from ppo_rlhf.datasets import ResumeCheckpointDataset
 
-        paths.running.project = Path(run_params["project_path"])
+        paths.running.project, paths.running.environment = Path(run_params["project_path"]), run_params["env"]
         checkpoint, dtype = agree_on_run()
         if POLICY in pipeline.inputs():
             # Collectives are forbidden here, because the main process runs the block before the other processes do

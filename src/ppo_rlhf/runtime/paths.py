@@ -14,8 +14,9 @@ conf/base."""
 DOCS = Path(__file__).parents[1] / "docs"
 """The documentation in the installed package: the pages that messages refer to as docs/…."""
 
-running = SimpleNamespace(project=None)
-"""`project`: the folder of the Kedro project whose pipeline runs, which hooks set; None outside of a run."""
+running = SimpleNamespace(project=None, environment=None)
+"""`project`: the folder of the Kedro project whose pipeline runs; `environment`: what `--env` names. Hooks set both,
+which are None outside of a run."""
 
 
 def project_above(folder: Path) -> Path:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import mlflow
 import pandas as pd
 from datasets import Dataset
 
@@ -23,7 +22,7 @@ from ppo_rlhf.people.pairs import FeedbackConfig, contents, sample_comparisons
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype
 from ppo_rlhf.ppo.run_setup import sampling_settings
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import below_project, readable_path
+from ppo_rlhf.runtime.paths import below_project, readable_path, running
 from ppo_rlhf.runtime.processes import on_main
 
 log = logging.getLogger(__name__)
@@ -95,8 +94,7 @@ def put_pairs(feedback_pairs: CollectedPairs, feedback: FeedbackConfig) -> None:
 
     `feedback_pairs` has the pairs of all runs. A pair that the queue has is skipped, so that the node can run again.
     """
-    queue, run = feedback.queue_name, mlflow.active_run()
-    environment = env_option(run.data.tags.get("environment")) if run else ""
+    queue, environment = feedback.queue_name, env_option(running.environment)
     if feedback.export is None:
         table = feedback_pairs.table
         rows = table[(table["queue"] == queue) & table["export"].isna() & table[RANDOM]].to_dict("records")

@@ -48,7 +48,7 @@ from ppo_rlhf.rewards.scorers import build_reward_scorer, check_scorable, handle
 from ppo_rlhf.rewards.scoring import RewardScorer, Scores
 from ppo_rlhf.rewards.shaping import check_normalisation
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import place, readable_path
+from ppo_rlhf.runtime.paths import place, readable_path, running
 from ppo_rlhf.runtime.processes import shards_models
 
 log = logging.getLogger(__name__)
@@ -306,8 +306,7 @@ def export_policy(
     run_id = None if run is None else run.info.run_id
     parts = state.learner, state.sampler, state.progress
     card = render_card(*parts, rewards, evaluation.prompts_path, run_id, state.made_from)
-    environment = "" if run is None else env_option(run.data.tags.get("environment"))
-    command = f"`kedro run{environment} --pipelines evaluation`"
+    command = f"`kedro run{env_option(running.environment)} --pipelines evaluation`"
     card = card.replace(NOT_EVALUATED, f"{NOT_EVALUATED} {command} writes the result here.")
     return replace(exported_policy(state.learner, state.sampler), card=card, made_from=state.made_from)
 

@@ -31,7 +31,7 @@ from ppo_rlhf.reporting.wording import headline, remarks, say_holes, say_verdict
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.rewards.scorers import handles_of, reward_model_accuracy
 from ppo_rlhf.runtime.names import env_option
-from ppo_rlhf.runtime.paths import readable_path
+from ppo_rlhf.runtime.paths import readable_path, running
 from ppo_rlhf.runtime.processes import is_main_process
 
 
@@ -104,7 +104,7 @@ def write_report(
         distribution=charts.score_distribution(sft_scores, ppo_scores, score_label),
         training_note=training_note(training_history),
         panels=[(panel, charts.panel_figure(panel, training_history)) for panel in panels],
-        advice=in_words(ppo, curves, command=f"kedro advise{_environment()}") if curves else [],
+        advice=in_words(ppo, curves, command=f"kedro advise{env_option(running.environment)}") if curves else [],
         samples=sample_pairs.to_dict("records"),
         token_view=render_view(token_samples) if token_samples and panels else None,
         settings=_settings(ppo, reward, evaluation),
@@ -189,11 +189,11 @@ def _settings(ppo: PPOConfig, reward: RewardConfig, evaluation: EvaluationConfig
 
 
 def _next_steps(ppo_policy: PretrainedHandle, reporting: ReportingConfig) -> list[tuple[str, str]]:
-    run = mlflow.active_run()
+    run, environment = mlflow.active_run(), env_option(running.environment)
     return [
         ("Aligned policy", readable_path(ppo_policy.source)),
-        ("Metrics, plots, models", "kedro mlflow ui" + (f", run {run.info.run_id}" if run else "")),
-        ("Data flow", f"kedro viz run{_environment()}"),
+        ("Metrics, plots, models", f"kedro mlflow ui{environment}" + (f", run {run.info.run_id}" if run else "")),
+        ("Data flow", f"kedro viz run{environment}"),
         ("Tables", f"{Path(reporting.report_path).parent.as_posix()}/"),
     ]
 
@@ -209,9 +209,3 @@ def _links(models: Sequence[PretrainedHandle | None], reporting: ReportingConfig
         if model is not None and readable_path(model.source) != model.source
     ]
     return {path: quote(Path(os.path.relpath(path, folder)).as_posix()) for path in [*local, f"{folder.as_posix()}/"]}
-
-
-def _environment() -> str:
-    """Return the option `--env` that the printed commands need, or an empty text."""
-    run = mlflow.active_run()
-    return env_option(run.data.tags.get("environment")) if run else ""
