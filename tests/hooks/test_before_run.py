@@ -169,6 +169,12 @@ def test_reference_texts_are_named_in_the_globals_and_only_a_run_that_measures_t
     )
 
 
+def test_a_group_without_a_line_is_an_empty_one(conf: Path):
+    (conf / "base/parameters_evaluation.yml").write_text("evaluation: {iteration_prompts: 4}")
+    (conf / "local/parameters.yml").write_text("evaluation:\n  # iteration_prompts: 8\n")
+    assert settings(conf).unread(set(), {}) == []
+
+
 def test_prompts_that_an_evaluation_does_not_answer_are_refused_with_the_setting_for_others(conf: Path):
     entry = "{type: a.B, filepath: '${runtime_params:%s, a}'}"
     names = {"raw_prompts": "prompts_path", "raw_evaluation_prompts": "evaluation_prompts_path"}

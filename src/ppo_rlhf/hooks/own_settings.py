@@ -66,7 +66,7 @@ class OwnSettings:
         lines, unknown = [], {}
         for setting, path in FOLLOWING.items():
             follows = {**loader["globals"], **self._given}.get(path)
-            given = loader["parameters"].get("evaluation", {}).get(setting, follows)
+            given = (loader["parameters"].get("evaluation") or {}).get(setting, follows)
             advice = (
                 other_prompts if path == PROMPTS else f" Set {path} in conf/{own.name}/globals.yml or with --params."
             )
