@@ -144,6 +144,7 @@ def test_existing_files_are_replaced_only_by_force(folder: Path):
         ("{ppo_epochs: 4, kl_coef: 0.1}", ["trl", "config.yaml"], "kl_coef"),
         ("{per_device_train_batch_size: 4, num_mini_batches: 3}", ["trl", "config.yaml"], "ppo.num_mini_batches=3"),
         ("kl_coef: 0.1", ["trl", "--to", "conf/globals.yml", "config.yaml"], "conf/globals.yml"),
+        ("kl_coef: 0.1", ["trl", "--to", ".", "config.yaml"], "--to . is a folder: name the file, parameters.yml."),
         ("", ["trl", "absent.yaml"], "absent.yaml"),
     ],
 )

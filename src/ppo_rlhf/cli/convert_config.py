@@ -54,6 +54,8 @@ def convert_config(
         parameters = project_here() / "conf" / "local" / "parameters.yml"
     else:  # what is printed has no place
         parameters = Path("parameters.yml" if target == "-" else target)
+    if parameters.is_dir():
+        raise ConfigError(f"--to {target} is a folder: name the file, {parameters / 'parameters.yml'}.")
     if parameters.name == "globals.yml":
         raise ConfigError(f"--to {target}: name the parameters file; globals.yml is written beside it.")
     globals_ = parameters.with_name("globals.yml")
