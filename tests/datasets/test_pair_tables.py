@@ -244,6 +244,10 @@ def test_answers_in_csv_are_read_and_an_empty_cell_is_no_answer(tmp_path: Path, 
     ("rows", "reason"),
     [
         ([("p1", "A", "", "")], r"answers\.jsonl: row 0: number='p1' is not the number of a pair"),
+        (
+            [(0, "", "", ""), (1, "a", "", "")],
+            r"answers\.jsonl: no pair is answered yet\. An answer is one of A, B, tie",
+        ),
         ([(8, "A", "", ""), (9, "A", "", "")], r"answers\.jsonl: .*no pair of these numbers, for example 8\."),
         ([(0, "tie", "", "")], r"answers\.jsonl: nobody has preferred a response yet in 1 pairs"),
         ([(0, "A", "", ""), (1, "A", "", "")], r"answers\.jsonl: .*pairs of texts and of chats"),

@@ -21,7 +21,7 @@ from ppo_rlhf.core.errors import DataError, in_one_line
 from ppo_rlhf.data.prompt_dataset import as_json
 from ppo_rlhf.data.sources import load_table
 from ppo_rlhf.datasets import mlflow_queue
-from ppo_rlhf.people.answers import RANDOM, SHEET, Comparison, answers_of, is_answers
+from ppo_rlhf.people.answers import ANSWERS, RANDOM, SHEET, Comparison, answers_of, is_answers
 from ppo_rlhf.runtime.locks import one_at_a_time
 from ppo_rlhf.runtime.paths import below_project, in_project
 from ppo_rlhf.runtime.whole_files import written_whole
@@ -79,11 +79,13 @@ class CollectedPairs:
         """Return the pairs that rows of answers answer, as `answered` does."""
         by_number = answers_of(answers, source)
         rows = {int(row["number"]): row for row in self.table.to_dict("records")}
+        if not by_number:
+            raise DataError(f"{source}: no pair is answered yet. An answer is one of {', '.join(ANSWERS)}.")
         unknown = sorted(by_number.keys() - rows.keys())
         if len(unknown) == len(by_number):
-            example = f", for example {unknown[0]}" if unknown else ""
             raise DataError(
-                f"{source}: {self.folder} has no pair of these numbers{example}. Give answers with the pairs' numbers."
+                f"{source}: {self.folder} has no pair of these numbers, for example {unknown[0]}. Give answers with "
+                "the pairs' numbers."
             )
         if unknown:
             log.warning("%s: %d of %d numbers are of no pair and are left out.", source, len(unknown), len(by_number))
