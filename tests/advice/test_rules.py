@@ -271,7 +271,10 @@ def test_a_first_large_update_does_not_turn_a_low_learning_rate_into_a_strong_pe
 @pytest.mark.parametrize(("kl_coef", "rule"), [(0.2, "update_too_small"), (0.21, "kl_penalty_too_strong")])
 def test_with_one_step_an_iteration_the_penalty_tells_because_the_updates_are_not_measured(kl_coef: float, rule: str):
     still = {"objective/kl": curve(0.001), "policy/approxkl_avg": curve(0.0), **FLAT_SCORE}
-    assert list(fired({"num_ppo_epochs": 1, "kl_coef": kl_coef}, still)) == [rule]
+    found = fired({"num_ppo_epochs": 1, "kl_coef": kl_coef}, still)
+    assert list(found) == [rule]
+    assert "KL is 0.001 nats per response" in found[rule].seen
+    assert "updates" not in found[rule].seen
 
 
 @pytest.mark.parametrize(("kl", "fires"), [(0.035, False), (0.03, True)])

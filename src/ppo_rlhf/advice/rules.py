@@ -106,6 +106,11 @@ def _updates_are_undone(r: Run) -> bool:
     return r.walked > UNDONE * MOVED
 
 
+def _sum_of_updates(r: Run) -> str:
+    """Return a clause with the sum of all updates; empty if it is unknown, with one optimiser step per iteration."""
+    return "" if math.isnan(r.walked) else f", all updates add up to {r.walked:.3g}"
+
+
 def _penalty_too_strong(r: Run) -> bool:
     return not r.adaptive and r.config.kl_coef > 0.0 and _stands_still(r) and _updates_are_undone(r)
 
@@ -218,8 +223,8 @@ RULES: tuple[TuningRule, ...] = (
         iterations=20,
         holds=_penalty_too_strong,
         seen=lambda r: (
-            f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g}, and the score changed by "
-            f"{r.gain:.3g} standard deviations"
+            f"KL is {r.kl:.3g} nats per response{_sum_of_updates(r)}, and the score changed by {r.gain:.3g} standard "
+            "deviations"
         ),
         meaning="the policy is updated, and the KL penalty undoes the updates",
         change=lambda r: scaled(r, "kl_coef", min(0.5, max(0.1, r.kl / 2.0))),
@@ -312,7 +317,7 @@ RULES: tuple[TuningRule, ...] = (
         iterations=10,
         holds=_update_too_small,
         seen=lambda r: (
-            f"KL is {r.kl:.3g} nats per response, all updates add up to {r.walked:.3g} (median of policy/approxkl_avg: "
+            f"KL is {r.kl:.3g} nats per response{_sum_of_updates(r)} (median of policy/approxkl_avg: "
             f"{in_digits(r.typical(UPDATE))} nats per token), and the score changed by {r.gain:.3g} standard deviations"
         ),
         meaning="training is stable, but too slow to show an effect",
