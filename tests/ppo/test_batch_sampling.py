@@ -43,7 +43,8 @@ def expected_batch(run, limit: int) -> tuple[list[int], list[list[int]], int]:
     redraws = 0
     while redraws < limit and any(run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL for index in chosen):
         redraws += 1
-        order = randomness.permutation(size, run.config.seed, "redrawn prompts", 1, redraws).tolist()
+        drawn = randomness.permutation(size, run.config.seed, "redrawn prompts", 1, redraws).tolist()
+        order = [index for index in drawn if index not in chosen] or drawn
         dropped = [p for p, index in enumerate(chosen) if run.prompts.columns["wanted"][index] in WITHOUT_SIGNAL]
         for number, place in enumerate(dropped):
             if run.prompts.columns["wanted"][order[number]] not in WITHOUT_SIGNAL:

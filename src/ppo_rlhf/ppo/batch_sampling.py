@@ -77,7 +77,9 @@ def sample_batch(
         scores = scorer.score(response_batch(chosen_prompts, responses, sampler.tokenizer), sampler.halving)
         while (uniform := uniform_groups(scores.total, group_size)) and redraws < config.drop_uniform_prompts:
             redraws += 1
-            order = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws).tolist()
+            drawn, taken = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws), {*chosen}
+            # With no more prompts than the batch has, a prompt of the batch is drawn again
+            order = [index for index in drawn.tolist() if index not in taken] or drawn.tolist()
             indices = [order[number % len(order)] for number in range(len(uniform))]
             new_prompts, new_responses = draw(indices, uniform, redraws)
             new_batch = response_batch(new_prompts, new_responses, sampler.tokenizer)
