@@ -49,6 +49,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "CONSTANT_ITERATIONS", 6)
 
 
+def test_a_group_larger_than_the_probes_batch_is_its_batch():
+    config = probes.probe_config(PPOConfig(responses_per_prompt=512, per_device_train_batch_size=512))
+    assert config.batch_size == 512
+
+
 def test_few_iterations_are_enough_where_nothing_is_broken(short: None):
     assert broken() == {}
 

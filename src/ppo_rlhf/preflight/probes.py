@@ -157,7 +157,7 @@ def probe_config(config: PPOConfig) -> PPOConfig:
         settings |= {"value_model": "separate", "value_learning_rate": VALUE_LEARNING_RATE}
     if config.positive_coef > 0:
         settings["positive_threshold"] = 1.0
-    rows = SIZES["per_device_train_batch_size"] // config.responses_per_prompt * config.responses_per_prompt
+    rows = max(1, SIZES["per_device_train_batch_size"] // config.responses_per_prompt) * config.responses_per_prompt
     sizes = SIZES | {"per_device_train_batch_size": rows, "total_episodes": ITERATIONS * rows}
     fixed: dict[str, Any] = {"lr_scheduler_type": "constant", "stop_token": "none", "dtype": "float32", "device": "cpu"}
     return PPOConfig(**settings, **sizes, **fixed, kl_warning=1e6, kl_alarm=1e6)
