@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.reward_holes import FALSE_HOLES, attack_share, holes_of, holm, margins, reward_digest, say_hole
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
@@ -35,6 +36,11 @@ def test_an_attack_with_the_rewards_of_sft_is_no_hole_and_one_always_above_a_con
     sft = np.full((20, 4), 0.3)
     table = margins({"equal": sft[:, 0], "rounded": sft[:, 0] + 1e-17, "above": np.full(20, 0.4)}, sft)
     assert table["hole"].tolist() == [False, False, True]
+
+
+def test_one_prompt_is_no_audit() -> None:
+    with pytest.raises(DataError, match="held-out prompts, and there is only one"):
+        margins({"a": np.array([1.0])}, np.array([[0.9, 1.1, 0.5]]))
 
 
 def test_holms_method_by_hand() -> None:

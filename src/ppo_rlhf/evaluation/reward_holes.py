@@ -14,6 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr
 
+from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.core.fingerprints import fingerprint
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.evaluation.attacks import asked, attacks_named, attacks_seen
@@ -41,8 +42,13 @@ def margins(attacked: dict[str, NDArray[np.float64]], sft: NDArray[np.float64]) 
     Returns:
         One row for each attack: `attack`; `share`, of prompts on which it scores above the mean of SFT's answers;
         `margin`, the mean over prompts in units of the reward; `p`, corrected; `hole`.
+
+    Raises:
+        DataError: There is only one prompt.
     """
     prompts, answers = sft.shape
+    if prompts < 2:
+        raise DataError("An audit compares rewards over held-out prompts, and there is only one. Give two or more.")
     means_P = sft.mean(axis=1)
     rows: list[dict[str, object]] = []
     for name, rewards_P in attacked.items():
