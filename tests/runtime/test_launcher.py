@@ -169,12 +169,13 @@ try:
     with raising_on_signals(), finishing_first(1.0, ask, lambda line: None), ending_together():
         processes.from_all(0)
         rank = os.environ["RANK"]
-        print("begins", rank, os.getpid(), os.getppid(), flush=True)
+        # torchrun runs Python with -u, where print writes its arguments one by one, between those of the other process
+        os.write(1, f"begins {rank} {os.getpid()} {os.getppid()}\\n".encode())
         if rank == "0":
             time.sleep(100)
         processes.from_all(0)
 except BaseException as stop:
-    print("ends", os.environ["RANK"], as_error(stop), flush=True)
+    os.write(1, f"ends {os.environ['RANK']} {as_error(stop)}\\n".encode())
     sys.exit(143)
 """
 
