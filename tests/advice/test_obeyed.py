@@ -1,6 +1,7 @@
 """Runs of a toy that a rule objects to, and the same runs after its advice was obeyed: three seeds, all of them better.
 
-With three seeds a side, chance puts every obeyed run above every other one in a twentieth of the cases.
+With three seeds a side, chance puts every obeyed run above every other one in a twentieth of the cases. The seeds are
+the first three whose run gets the advice: near a rule's bound, a processor's rounding decides whether a run gets it.
 """
 
 from __future__ import annotations
@@ -115,15 +116,19 @@ def obeyed(change: Change) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_obeying_a_rule_helps(case: Case):
     before, after = [], []
-    for seed in SEEDS:
+    for seed in range(6):
         settings = case.settings | {"seed": seed}
         run = train(case.reward, **settings)
-        change = run.advice()[case.rule].change
+        if (advice := run.advice().get(case.rule)) is None:
+            continue
+        change = advice.change
         assert change is not None
         assert change.setting == case.setting
         for place, found in ((before, run), (after, train(case.reward, **settings | obeyed(change)))):
             place.append(case.measure(found.last(case.better)))
-    print(case.rule, change, before, after)
+        if len(after) == 3:
+            break
+    assert len(after) == 3
     assert min(after) > max(before)
     assert min(after) > case.above
 
