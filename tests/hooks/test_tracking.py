@@ -230,8 +230,8 @@ def test_kedro_mlflow_ui_opens_the_projects_database(kedro: Kedro, toy_project: 
     result = kedro(toy_project, "mlflow", "ui")
     assert result.exit_code == 0, result.output
     (command,) = commands
-    assert command[:3] == ["mlflow", "ui", "--backend-store-uri"]
-    assert command[3] == f"sqlite:///{toy_project / 'mlflow.db'}"
+    assert command[1:5] == ["-m", "mlflow", "ui", "--backend-store-uri"]
+    assert command[5] == f"sqlite:///{toy_project / 'mlflow.db'}"
     assert not (toy_project / "mlflow.db").exists()  # looking at the settings opens nothing
 
 
