@@ -1,9 +1,8 @@
-"""The recipes on the random walks as a user starts them: from scratch in less than a minute to a known optimum, 1."""
+"""The recipes on the random walks as a user starts them: from scratch to a known optimum, 1."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +25,11 @@ RUNS = [
 def test_walks_come_near_the_optimum(
     environment: str, seed: int, least: float, project: Path, kedro: Callable[..., Result]
 ) -> None:
-    started = time.monotonic()
     pipelines = "data_preparation,supervised_finetuning,align"
     finished = kedro(project, "run", "--env", environment, "--pipelines", pipelines, "--params", f"seed={seed}")
-    seconds = time.monotonic() - started
     assert finished.exit_code == 0, finished.output
     result = json.loads((project / "data" / environment / "08_reporting/evaluation_summary.json").read_text())
-    print(f"seed {seed}, {seconds:.0f} s:", json.dumps(result, indent=1))
+    print(f"seed {seed}:", json.dumps(result, indent=1))
     assert result["prompts"] == 20
     assert result["eval/judge_score_sft"] <= 0.9
     assert least <= result["eval/judge_score"] <= 1.0
-    assert seconds < 60
