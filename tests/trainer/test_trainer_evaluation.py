@@ -16,11 +16,14 @@ from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
 from ppo_rlhf.evaluation import during_training
 from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.judge.llm_judge import LLMJudge
+from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.pipelines.ppo.pipeline import create_pipeline
 from ppo_rlhf.rewards.config import RewardConfig
 from ppo_rlhf.runner import LoopRunner
 from ppo_rlhf.runtime.metrics_file import EVALUATION, metrics_of
+from ppo_rlhf.trainer.evaluation import is_reward
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import save, tiny_model, word_tokenizer
 from tests.trainer.test_trainer import FUNCTION, PROMPTS, config, early_letters, repeatable
@@ -217,6 +220,8 @@ def test_scores_of_another_number_of_prompts_are_not_compared(tmp_path: Path):
 
 NAMED = f"{early_letters.__module__}:early_letters"
 OF_A_CONFIGURATION = {"reward": RewardConfig(components=[FUNCTION])}
+LLM = {"model": "judge", "base_url": "http://localhost:8000/v1", "criteria": "Is it brief?"}
+OTHER_LLM = LLM | {"criteria": "Is it true?"}
 
 
 @pytest.mark.parametrize(
@@ -241,3 +246,11 @@ def test_a_judge_that_is_the_reward_shows_only_a_higher_reward(monkeypatch, judg
     monkeypatch.setattr(during_training, "conclude", conclude)
     trainer_of(judge=judge, **given).evaluate()
     assert told == [is_reward]
+
+
+@pytest.mark.parametrize("judge", [LLM | {"concurrency": 3}, OTHER_LLM])
+@pytest.mark.parametrize("as_object", [False, True])
+def test_a_language_model_that_is_asked_the_same_as_the_reward_is_the_reward(judge: dict[str, Any], as_object: bool):
+    component = {"type": "llm", "llm": LLM}
+    rewards = LLMJudge(LLMJudgeConfig(**LLM)) if as_object else RewardConfig(components=[component])
+    assert is_reward(LLMJudge(LLMJudgeConfig(**judge)), rewards) is (judge is not OTHER_LLM)

@@ -25,6 +25,8 @@ from ppo_rlhf.evaluation.policy import (
     ResolvedJudge,
 )
 from ppo_rlhf.evaluation.since_best import REWARDED, SCORES
+from ppo_rlhf.judge.llm_judge import LLMJudge
+from ppo_rlhf.judge.settings import same_opinion
 from ppo_rlhf.ppo.batch_sampling import Sampler
 from ppo_rlhf.ppo.experience import Shaping
 from ppo_rlhf.ppo.learner import Learner
@@ -41,12 +43,19 @@ log = logging.getLogger(__name__)
 
 
 def is_reward(judge: RewardFunction, reward: Any) -> bool:
-    """Return whether the judge is the reward function, or a component of the reward with a positive weight."""
+    """Return whether the judge is the reward, or a component of the reward with a positive weight.
+
+    The judge is the same function, or a language model that is asked the same (`same_opinion`).
+    """
+    parts: list[Any] = [reward] if callable(reward) else []
     if isinstance(reward, RewardConfig):
-        parts = [load_function(part.function) for part in reward.components if part.function and part.weight > 0.0]
-    else:
-        parts = [reward] if callable(reward) else []
-    return any(inspect.unwrap(part) is inspect.unwrap(judge) for part in parts)
+        counted = [part for part in reward.components if part.weight > 0.0]
+        parts = [load_function(part.function) if part.function else part.llm for part in counted]
+    return any(same_opinion(_asked(judge), _asked(part)) for part in parts if part is not None)
+
+
+def _asked(judge: Any) -> Any:
+    return judge.config if isinstance(judge, LLMJudge) else inspect.unwrap(judge)
 
 
 class Evaluated(NamedTuple):
