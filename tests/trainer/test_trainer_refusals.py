@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from ppo_rlhf.core.errors import LaunchError, ModelError, TrainingError
+from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.training import PPOTrainer
 from tests.tiny_models import tiny_model, word_tokenizer
@@ -247,6 +248,18 @@ def test_an_object_starts_with_the_value_head_of_its_folder_as_the_path_does(fol
     own = [record.getMessage() for record in caplog.records if record.name.startswith("ppo_rlhf")]
     (line,) = [text for text in own if "v_head" in text]
     assert line.startswith(f"The value head (v_head) of the {what} is read from {folder}")
+
+
+def test_the_value_head_is_read_after_loading_has_downloaded_it(folder_with_value_head, monkeypatch):
+    """Before loading, the cache of a hub's model has no weights in which to find the head."""
+    did: list[str] = []
+    for name in ("causal_lm", "value_head"):
+        method = getattr(PretrainedHandle, name)
+        monkeypatch.setattr(
+            PretrainedHandle, name, lambda *given, m=method, n=name, **more: did.append(n) or m(*given, **more)
+        )
+    PPOTrainer(config(), folder_with_value_head[0])
+    assert did[:2] == ["causal_lm", "value_head"]
 
 
 def test_an_object_whose_folder_is_gone_or_holds_no_weights_starts_with_a_new_value_head(

@@ -92,17 +92,16 @@ def take_policies(
     source = config.sft_model_path if policy is None else policy
     if source is None:
         raise ConfigError("PPOTrainer has no policy: give one, or set sft_model_path in the PPOConfig")
-    head = None
-    if isinstance(source, str | Path):
-        handle = PretrainedHandle(str(source))
-        head, tokenizer = handle.value_head(), tokenizer or handle.tokenizer()
+    handle = PretrainedHandle(str(source)) if isinstance(source, str | Path) else None
+    if handle is not None:
+        tokenizer = tokenizer or handle.tokenizer()
         if (adapter := as_adapter(handle)) and is_main_process():
             log.info("Policy: %s%s.", source, adapter)
     if tokenizer is None:
         raise ConfigError("PPOTrainer: tokenizer is missing: the policy is an object, so give its tokenizer, too")
     base = _causal_lm(source, "policy", start_dtype(config), config, device)
-    if base is source:
-        head = _left_out_head(base, "policy")
+    # Of a model on the hub, `value_head` finds only what loading has downloaded
+    head = _left_out_head(base, "policy") if handle is None else handle.value_head()
     ensure_pad_token(tokenizer, base.config)
     check_vocabulary(tokenizer, base.config, "PPOTrainer")
     templates_of(tokenizer, "PPOTrainer: tokenizer")
