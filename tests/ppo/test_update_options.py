@@ -292,6 +292,18 @@ def test_the_update_ends_before_a_step_once_the_policy_has_moved_one_and_a_half_
     assert continued.state.learner.optimiser_steps >= 1
 
 
+def test_the_step_that_is_not_taken_has_no_gradient_norm(make_run):
+    """The first minibatch of a batch has the ratio 1, so its step is taken; the second is above the limit."""
+    once = make_run(num_ppo_epochs=1, num_mini_batches=1)
+    stopped = make_run(num_ppo_epochs=3, num_mini_batches=1, target_kl=1e-12)
+    metrics = learn_from(stopped.state, stopped.before_update()[-1])
+    assert (stopped.state.learner.optimiser_steps, metrics["optimiser/early_stops"]) == (1, 1.0)
+    expected = learn_from(once.state, once.before_update()[-1])
+    assert once.state.learner.optimiser_steps == 1
+    for key in ("policy/grad_norm", "value/grad_norm"):
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-9)
+
+
 # --- warm-up of the critic, and the hold of the controller ------------------------------------------------------------
 
 

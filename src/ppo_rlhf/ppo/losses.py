@@ -180,7 +180,8 @@ class StepSums:
     # minibatch; each of `STATISTICS` as a sum over tokens
     sums: dict[str, float] = field(default_factory=dict)
     with_policy: bool = True  # False if the step trained only the critic
-    policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping
+    taken: bool = True  # False for the minibatch before whose step `target_kl` ended the update
+    policy_grad_norm: float = 0.0  # norm of the policy's gradient before clipping; 0 if the step was not taken
     value_grad_norm: float = 0.0
 
     def add(self, numbers: Mapping[str, Tensor], tokens: int) -> None:

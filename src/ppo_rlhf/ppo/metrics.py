@@ -92,19 +92,22 @@ def _update(steps: list[StepSums], config: PPOConfig, kl_coef: float) -> dict[st
     def over_steps(terms: Iterable[str], steps: list[StepSums]) -> dict[str, float]:
         return {name: statistics.fmean(step.sums[name] for step in steps) for name in terms}
 
+    def taken(steps: list[StepSums]) -> list[StepSums]:
+        return [step for step in steps if step.taken] or steps
+
     ratios = [step.mean("ratio") if step.tokens else 1.0 for step in counted]
     of_policy, of_critic = over_steps(POLICY_TERMS, counted), over_steps(CRITIC_TERMS, every)
     weights = coefficients(config, kl_coef)
     return {
         "policy/approxkl_avg": over_tokens("approxkl"),
         "policy/clipfrac_avg": over_tokens("policy_clipfrac"),
-        "policy/grad_norm": statistics.fmean(step.policy_grad_norm for step in counted),
+        "policy/grad_norm": statistics.fmean(step.policy_grad_norm for step in taken(counted)),
         **{f"loss/{name}_avg": loss for name, loss in (of_policy | of_critic).items()},
         "loss/total": total(of_policy, weights) + total(of_critic, weights),
         "val/clipfrac_avg": over_tokens("value_clipfrac", every),
         "val/ratio": statistics.fmean(ratios),
         "val/ratio_var": float(torch.tensor(ratios, dtype=torch.float64).var(correction=min(1, len(ratios) - 1))),
-        "value/grad_norm": statistics.fmean(step.value_grad_norm for step in every),
+        "value/grad_norm": statistics.fmean(step.value_grad_norm for step in taken(every)),
     }
 
 

@@ -65,6 +65,7 @@ def optimise_policy(
                 if _exceeds_target_kl(step, config):
                     learner.drop_gradients()
                     learner.early_stops += 1
+                    step.taken = False
                     return add_over_processes(steps)
                 learner.take_step(step, rollouts.iteration)
         return add_over_processes(steps)
