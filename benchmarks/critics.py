@@ -30,7 +30,6 @@ from intervals import with_interval
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo import loop
 from ppo_rlhf.ppo.batch_sampling import sample_batch
-from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, measure
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.recipes.random_walks import optimality
@@ -61,10 +60,10 @@ def sampler_of(lag: int) -> Callable[..., Rollouts]:
         if not older:
             older.append(copy.deepcopy(state.learner.policy))
         older[0].load_state_dict(kept[0])
-        with state.progress.clock.timed(SAMPLING):
-            chosen, responses, scores, redraws = sample_batch(
-                replace(state.sampler, policy=older[0]), state.progress.iteration + 1, prompts, scorer
-            )
+        sampler, progress = replace(state.sampler, policy=older[0]), state.progress
+        chosen, responses, scores, redraws = sample_batch(
+            sampler, progress.iteration + 1, prompts, scorer, progress.clock
+        )
         return replace(
             measure(state.learner, state.sampler, state.progress, reference, chosen, responses),
             scores=scores,

@@ -1,10 +1,13 @@
 """Prompts whose responses all score alike are replaced; the oracle samples one prompt at a time."""
 
+import time
+
 import pytest
 import torch
 
 from ppo_rlhf.core import randomness
 from ppo_rlhf.passes.engines import generate_responses
+from ppo_rlhf.ppo.progress import REWARDS, SAMPLING
 from ppo_rlhf.rewards.scoring import RewardScorer
 from tests.ppo_runs import batch_of, build_prompts
 
@@ -51,6 +54,18 @@ def expected_batch(run, limit: int) -> tuple[list[int], list[list[int]], int]:
                 chosen[place] = order[number]
                 texts[place] = answers(run, ids[order[number]], place, f"redraw {redraws}")
     return chosen, [text for place in texts for text in place], redraws
+
+
+def test_the_seconds_of_a_slow_reward_are_of_scoring_and_not_of_sampling(make_run):
+    def slowly(batch):
+        time.sleep(0.2)
+        return by_prompt(batch)
+
+    run, calls = build(make_run, slowly, drop_uniform_prompts=2)
+    run.rollouts()
+    seconds = run.state.progress.clock.seconds
+    assert seconds[REWARDS] >= 0.2 * len(calls)
+    assert seconds[SAMPLING] + seconds[REWARDS] <= time.perf_counter() - run.state.progress.clock.started
 
 
 @pytest.mark.parametrize("limit", [1, 10])

@@ -20,6 +20,7 @@ from ppo_rlhf.passes.sampling import Responses, SamplingSettings
 from ppo_rlhf.passes.transfers import on_device
 from ppo_rlhf.ppo.episodes import sample_episodes, turn_texts
 from ppo_rlhf.ppo.precision import autocast
+from ppo_rlhf.ppo.progress import REWARDS, SAMPLING, Clock
 from ppo_rlhf.rewards.rendering import conversations
 from ppo_rlhf.rewards.scoring import DecodedWhenRead, ResponseBatch, RewardScorer, Scores
 from ppo_rlhf.runtime.processes import dealt_rows, gather_dealt, own_rank
@@ -41,7 +42,7 @@ class Sampler:
 
 
 def sample_batch(
-    sampler: Sampler, iteration: int, prompts: PromptDataset, scorer: RewardScorer
+    sampler: Sampler, iteration: int, prompts: PromptDataset, scorer: RewardScorer, clock: Clock
 ) -> tuple[PromptDataset, Responses, Scores | None, int]:
     """Sample the responses of an iteration, counted from 1.
 
@@ -61,20 +62,26 @@ def sample_batch(
         stream = f"redraw {attempt}" if attempt else "rollout"
         uniforms = episode_uniforms(config.seed, stream, iteration, config.batch_size, config.response_length)
         drawn = prompts.select([index for index in indices for _ in range(group_size)])
-        return drawn, sample_responses(
-            sampler.policy,
-            drawn,
-            uniforms[_rows_of(groups, group_size)],
-            sampler.settings,
-            config,
-            batch_size=config.local_rollout_forward_batch_size,
-            halving=sampler.halving,
-        )
+        with clock.timed(SAMPLING):
+            responses = sample_responses(
+                sampler.policy,
+                drawn,
+                uniforms[_rows_of(groups, group_size)],
+                sampler.settings,
+                config,
+                batch_size=config.local_rollout_forward_batch_size,
+                halving=sampler.halving,
+            )
+        return drawn, responses
+
+    def score(drawn: PromptDataset, responses: Responses) -> Scores:
+        with clock.timed(REWARDS):
+            return scorer.score(response_batch(drawn, responses, sampler.tokenizer), sampler.halving)
 
     chosen_prompts, responses = draw(chosen, list(range(len(chosen))), 0)
     scores, redraws = None, 0
     if config.drop_uniform_prompts:
-        scores = scorer.score(response_batch(chosen_prompts, responses, sampler.tokenizer), sampler.halving)
+        scores = score(chosen_prompts, responses)
         while (uniform := uniform_groups(scores.total, group_size)) and redraws < config.drop_uniform_prompts:
             redraws += 1
             drawn, taken = permutation(len(prompts), config.seed, "redrawn prompts", iteration, redraws), {*chosen}
@@ -82,8 +89,7 @@ def sample_batch(
             order = [index for index in drawn.tolist() if index not in taken] or drawn.tolist()
             indices = [order[number % len(order)] for number in range(len(uniform))]
             new_prompts, new_responses = draw(indices, uniform, redraws)
-            new_batch = response_batch(new_prompts, new_responses, sampler.tokenizer)
-            new_scores = scorer.score(new_batch, sampler.halving)
+            new_scores = score(new_prompts, new_responses)
             usable = sorted({*range(len(uniform))} - {*uniform_groups(new_scores.total, group_size)})
             for number in usable:
                 chosen[uniform[number]] = indices[number]

@@ -17,7 +17,6 @@ from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.ppo.batch_sampling import sample_batch
 from ppo_rlhf.ppo.experience import Experience, estimate_advantages, score_responses, shape_rewards
 from ppo_rlhf.ppo.metrics import iteration_metrics
-from ppo_rlhf.ppo.progress import SAMPLING
 from ppo_rlhf.ppo.rollouts import Rollouts, check_weights, measure
 from ppo_rlhf.ppo.training_state import TrainingState
 from ppo_rlhf.ppo.update import optimise_policy
@@ -70,8 +69,8 @@ def generate_rollouts(
     progress, sampler = state.progress, state.sampler
     progress.requests.meet()
     progress.clock.restart()
-    with progress.clock.timed(SAMPLING):
-        chosen, responses, scores, redraws = sample_batch(sampler, progress.iteration + 1, prompts, scorer)
+    number = progress.iteration + 1
+    chosen, responses, scores, redraws = sample_batch(sampler, number, prompts, scorer, progress.clock)
     progress.requests.meet()
     rollouts = measure(state.learner, sampler, progress, reference_policy, chosen, responses)
     if sampler.settings.engine is not None:
