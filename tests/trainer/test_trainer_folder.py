@@ -89,6 +89,14 @@ def test_a_policy_of_a_script_names_its_start_model_reward_model_and_critic_with
     assert unknown == Origin("model", "start model", "a model without a name")
 
 
+def test_a_classifier_of_ours_keeps_its_name_as_a_reward_model(tmp_path: Path):
+    """`with_mean` makes another model of it, without a name."""
+    classifier = CausalLMRewardModel.from_causal_lm(tiny_model()).to_classifier(pad_id=1, eos_id=2)
+    classifier.name_or_path = "org/reward"
+    trainer_of(reward=classifier).save_pretrained(tmp_path)
+    assert PretrainedHandle(str(tmp_path)).origin("start model").made_from[1].source == "org/reward"
+
+
 def test_a_run_resumes_in_its_own_folder(folder: Path, tmp_path: Path):
     """The folder is also accepted after load_checkpoint, and after calls of step()."""
     shutil.rmtree(folder / "iteration_000003")

@@ -157,6 +157,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
             model.config.num_labels = score.out_features
         if why := why_no_reward_model(type(model).__name__, model.config):
             raise ModelError(f"PPOTrainer: a reward model must be a sequence classifier with num_labels=1; {why}")
+        origin = model_origin(model, REWARD)
         model = with_mean(model)
         if offload:
             to_host(model)
@@ -167,7 +168,7 @@ def take_reward(reward: Any, policy: TrainedModel, config: PPOConfig) -> RewardS
         ensure_pad_token(model_tokenizer, model.config)
         ensure_pad_id(model, model_tokenizer)
         scorer = scorers.ModelScorer(model, model_tokenizer, policy.tokenizer, batch_size, device)
-        return RewardScorer([("model", 1.0, scorer)], model, made_from=(model_origin(model, REWARD),))
+        return RewardScorer([("model", 1.0, scorer)], model, made_from=(origin,))
     if offload:
         raise ConfigError(scorers.NOTHING_TO_OFFLOAD)
     if reward is None or isinstance(reward, RewardScorer):
