@@ -21,6 +21,21 @@ def linear(seed: int) -> nn.Module:
     return nn.Linear(3, 2)
 
 
+class Judge:
+    __module__, __qualname__ = "ppo_rlhf.judge", "Judge"
+
+    def __init__(self, opinion: str) -> None:
+        self.opinion = opinion
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+
+def test_judges_of_ours_differ_by_what_they_ask():
+    assert fingerprint(partial(short, Judge("brief"))) == fingerprint(partial(short, Judge("brief")))
+    assert fingerprint(partial(short, Judge("brief"))) != fingerprint(partial(short, Judge("true")))
+
+
 def short(completions: list[str]) -> list[float]:
     return [-len(text) for text in completions]
 

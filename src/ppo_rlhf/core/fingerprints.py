@@ -19,7 +19,7 @@ def fingerprint(value: Any) -> str:
     """Return the SHA-256 of plain values, tensors, functions, and models (names, shapes and first values of weights).
 
     A function or callable object is hashed by its source code. Code of ppo_rlhf, and code whose source cannot be read,
-    is hashed by its qualified name.
+    is hashed by its qualified name, and by its `opinion` if it has one, as an `LLMJudge` has.
     """
     return hashlib.sha256(json.dumps(value, default=_as_plain).encode()).hexdigest()
 
@@ -36,5 +36,6 @@ def _as_plain(value: Any) -> Any:
         with contextlib.suppress(OSError, TypeError, AttributeError):
             if not definition.__module__.startswith("ppo_rlhf."):
                 return inspect.getsource(definition)
-        return definition.__qualname__
+        opinion = getattr(value, "opinion", None)
+        return definition.__qualname__ if opinion is None else [definition.__qualname__, opinion]
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

@@ -79,6 +79,11 @@ class LLMJudge:
         form = {"response_format": response_format(is_pairwise=config.is_pairwise)}
         self._form: dict[str, Any] = form if config.pattern is None else {}  # emptied if the server refuses it
 
+    @property
+    def opinion(self) -> str:
+        """The settings that affect the answers, which a resumed run compares: see `LLMJudgeConfig.opinion`."""
+        return self.config.opinion
+
     async def __call__(
         self,
         prompts: Sequence[str],
