@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from ppo_rlhf.evaluation.policy import EvaluationConfig
 from ppo_rlhf.models.trained_model import TrainedModel
 from ppo_rlhf.pipelines.ppo import nodes
 from ppo_rlhf.rewards.config import RewardComponentConfig, RewardConfig
+from ppo_rlhf.runtime.paths import running
 from tests.bare_state import bare_state
 from tests.tiny_models import tiny_model, word_tokenizer
 
@@ -20,8 +20,7 @@ from tests.tiny_models import tiny_model, word_tokenizer
 def test_the_command_that_writes_the_result_is_of_the_runs_environment(
     environment: str, option: str, monkeypatch: pytest.MonkeyPatch
 ):
-    run = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(tags={"environment": environment}))
-    monkeypatch.setattr(nodes.mlflow, "active_run", lambda: run)
+    monkeypatch.setattr(running, "environment", environment)
     monkeypatch.setattr(nodes, "render_card", lambda *_: f"# A policy\n\n{NOT_EVALUATED}\n")
     monkeypatch.setattr(nodes, "exported_policy", lambda *_: TrainedModel(tiny_model(), word_tokenizer()))
     state: Any = bare_state(1)

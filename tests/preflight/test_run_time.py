@@ -1,5 +1,7 @@
 """The time that `kedro doctor` gives: arithmetic by hand, what is not timed, and when bfloat16 is recommended."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
@@ -40,12 +42,13 @@ def times(monkeypatch):
 
 
 def test_the_time_of_all_layers_lies_on_the_line_through_a_few(times):
-    found = run_time.time_passes(PPOConfig(**SETTINGS), work(), CPU)
+    found = run_time.time_passes(PPOConfig(**SETTINGS), work(), CPU, math.inf)
     assert found == pytest.approx((1 + 3.0, 1 + 6.0, 1 + 9.0, 1 + 12.0))
 
 
 def test_a_model_of_few_layers_is_timed_whole(times):
-    assert run_time.time_passes(PPOConfig(**SETTINGS), work(layers=4), CPU) == pytest.approx((1.4, 1.8, 2.2, 2.6))
+    found = run_time.time_passes(PPOConfig(**SETTINGS), work(layers=4), CPU, math.inf)
+    assert found == pytest.approx((1.4, 1.8, 2.2, 2.6))
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -130,7 +133,7 @@ def test_timing_ends_at_one_deadline_for_both_precisions(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"use_peft": True}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}])
 def test_passes_are_timed_and_change_neither_the_random_state_nor_the_configuration(changes):
     state, wanted = torch.random.get_rng_state(), work()
-    found = run_time.time_passes(PPOConfig(**SETTINGS | changes), wanted, CPU)
+    found = run_time.time_passes(PPOConfig(**SETTINGS | changes), wanted, CPU, math.inf)
     assert min(found) > 0
     assert torch.equal(state, torch.random.get_rng_state())
     assert wanted.policy.num_hidden_layers == 30
