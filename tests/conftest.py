@@ -87,6 +87,7 @@ def no_mlflow_left_over() -> Iterator[None]:
     while mlflow.active_run() is not None:
         mlflow.end_run("FAILED")
     mlflow.set_tracking_uri(None)
+    mlflow.set_registry_uri("")
     mlflow.tracking.fluent._active_experiment_id = None
 
 
