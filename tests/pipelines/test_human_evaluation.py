@@ -13,7 +13,7 @@ import pytest
 
 from ppo_rlhf.checkpoints.model_card import BEGIN, END, with_people, with_result
 from ppo_rlhf.core.errors import DataError
-from ppo_rlhf.evaluation.policy import EvaluationConfig
+from ppo_rlhf.evaluation.policy import EvaluationConfig, ResolvedJudge
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.pipelines.human_evaluation import nodes
@@ -91,6 +91,7 @@ def test_people_are_compared_with_a_language_model_that_compares_responses(tmp_p
     names = {"our_name": "PPO", "their_name": "SFT", "our_source": "ppo", "their_source": "sft"}
     names |= {"our_weights": "1", "their_weights": "2"}
     table = pd.DataFrame({**pairs, "columns": ["{}"] * 3, "worths": ['{"ben": 1.0}'] * 3, "answers": ["{}"] * 3})
+    names |= {"prompt_chat": None}
     with running_chat(longer) as server:
         evaluation = EvaluationConfig(judge={"model": "m", "base_url": server.url, "answer": "pairwise"})
         found = nodes.compare_by_people(table.assign(**names), evaluation)
@@ -126,11 +127,31 @@ def test_a_judge_that_goes_by_format_is_said_to(tmp_path: Path, monkeypatch: Any
     rows = [{"prompt": f"p{row}", "ours": plain, "theirs": listed} for row in range(20)]
     rows += [{"prompt": f"q{row}", "ours": listed, "theirs": plain} for row in range(20)]
     names = {"our_name": "PPO", "their_name": "SFT", "our_source": "ppo", "their_source": "sft", "columns": "{}"}
-    names |= {"our_weights": "1", "their_weights": "2", "answers": "{}"}
+    names |= {"our_weights": "1", "their_weights": "2", "answers": "{}", "prompt_chat": None}
     table = pd.DataFrame(rows).assign(worths=['{"ben": 1.0}', '{"ben": 0.0}'] * 20, **names)
     found = nodes.compare_by_people(table, EvaluationConfig(judge=f"{__name__}:lists", prompts_path=None))
     assert found["favours"] == ["formatted answers"]
     assert "; the judge favours formatted answers." in found["result"]
+
+
+def test_the_judge_reads_the_messages_and_columns_as_in_an_evaluation() -> None:
+    """Of two collections one had no column `level`."""
+    read: list[dict[str, Any]] = []
+
+    def judge(messages: list[Any], turns: list[Any], completions: list[str], level: list[Any]) -> list[float]:
+        read.append({"messages": messages, "turns": turns, "level": level})
+        return [float(len(text)) for text in completions]
+
+    chat = [{"role": "user", "content": "p"}]
+    names = {"our_name": "PPO", "their_name": "SFT", "our_source": "ppo", "their_source": "sft"}
+    names |= {"our_weights": "1", "their_weights": "2", "answers": "{}", "worths": '{"ben": 1.0}'}
+    rows = {"prompt": ["<user>p", "q"], "prompt_chat": [json.dumps(chat), None], "columns": ["{}", '{"level": 3}']}
+    table = pd.DataFrame({**rows, "ours": ["aa", "bb"], "theirs": ["a", "b"]}).assign(**names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes, "resolve_judge", lambda _: ResolvedJudge(judge, {}, "a judge"))
+        nodes.compare_by_people(table, EvaluationConfig(prompts_path=None))
+    for side, turns in zip(read, ([["aa"], ["bb"]], [["a"], ["b"]]), strict=True):
+        assert side == {"messages": [chat, None], "turns": turns, "level": [None, 3]}
 
 
 def test_the_texts_are_those_of_the_policies(folder: Path, compared: pd.DataFrame) -> None:
@@ -138,7 +159,8 @@ def test_the_texts_are_those_of_the_policies(folder: Path, compared: pd.DataFram
     ours = [b if is_a else a for a, b, is_a in compared[["response_a", "response_b", "policy_is_a"]].values]
     assert table["ours"].tolist() == ours
     assert {*table["worths"]} == {'{"anna": 1.0}'}
-    assert table["columns"].tolist() == compared["columns"].tolist()
+    for name in ("columns", "prompt_chat"):
+        assert table[name].tolist() == compared[name].tolist()
 
 
 def test_answers_of_a_queue_decide_as_those_of_a_file_do(folder: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from ppo_rlhf.people.pairs import FeedbackConfig
 from ppo_rlhf.people.win_rate import JUDGED_POLICY, is_policy_of
 from ppo_rlhf.reporting.wording import say_result_by_people
 from ppo_rlhf.rewards.functions import call_reward_function
-from ppo_rlhf.rewards.scoring import AGAINST
+from ppo_rlhf.rewards.scoring import AGAINST, MESSAGES, TURNS
 from ppo_rlhf.runtime.paths import last_name, readable_path
 
 log = logging.getLogger(__name__)
@@ -41,10 +40,11 @@ def unblind_answers(collected_pairs: CollectedPairs, feedback: FeedbackConfig) -
 
     Returns:
         One row for each pair of the two policies that the newest answered pair compares: first the answered pairs, then
-        those of the same queues that nobody answered. Columns: `number`, `prompt`
-        and `columns` (JSON) as reward functions get them, the responses `ours` and `theirs` (ours is PPO's response if
-        there is one), `answers` (JSON, by person), `worths` (JSON, our outcome by person), and `our_name`,
-        `their_name`, `our_source`, `their_source`, `our_weights` and `their_weights` (fingerprints) of the policies.
+        those of the same queues that nobody answered. Columns: `number`, `prompt` and `columns` (JSON) as reward
+        functions get them, `prompt_chat` (the messages as JSON, None for plain text), the responses `ours` and `theirs`
+        (ours is PPO's response if there is one), `answers` (JSON, by person), `worths` (JSON, our outcome by person),
+        and `our_name`, `their_name`, `our_source`, `their_source`, `our_weights` and `their_weights` (fingerprints) of
+        the policies.
         Answered pairs of other policies, such as an earlier version of a policy, are left out with a warning.
 
     Raises:
@@ -97,14 +97,10 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     table, judge = answered_comparisons, resolve_judge(evaluation)
     judged: list[float] = []
     if judge.judge is not None:
-        columns: dict[str, list[Any]] = defaultdict(list)
-        for row in table["columns"]:
-            for name, value in json.loads(row).items():
-                columns[name].append(value)
         scores = [
             call_reward_function(
                 *(judge.judge, "evaluation.judge", table["prompt"].tolist(), table[side].tolist()),
-                columns | {AGAINST: table["theirs"].tolist()},
+                _columns(table) | {AGAINST: table["theirs"].tolist(), TURNS: [[text] for text in table[side]]},
             )
             for side in ("ours", "theirs")
         ]
@@ -148,6 +144,13 @@ def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHa
     return (None, text) if card is None else (policy.source, card)
 
 
+def _columns(table: pd.DataFrame) -> dict[str, list[Any]]:
+    """Return the prompts' columns and `messages`. A pair collected from a table without a column has None there."""
+    rows = [json.loads(row) for row in table["columns"]]
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    return columns | {MESSAGES: [json.loads(chat) if isinstance(chat, str) else None for chat in table["prompt_chat"]]}
+
+
 def _numbers(scores: Any) -> list[float]:
     return [float(score) for score in scores]
 
@@ -179,6 +182,7 @@ def _unblinded(each: Comparison, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "number": each.number,
         "prompt": row["prompt"],
+        "prompt_chat": row["prompt_chat"],
         "columns": row["columns"],
         "ours": row["response_a"] if is_ours_a else row["response_b"],
         "theirs": row["response_b"] if is_ours_a else row["response_a"],
