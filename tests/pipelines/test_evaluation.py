@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ppo_rlhf.checkpoints.model_card import BEGIN, END
 from ppo_rlhf.config import PPOConfig
-from ppo_rlhf.core.errors import ModelError
+from ppo_rlhf.core.errors import DataError, ModelError
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptsConfig
 from ppo_rlhf.data.sources import table_of
@@ -191,6 +191,16 @@ def test_prompts_that_are_given_are_evaluated_instead_of_stored_ones(inputs, sto
     assert outputs["evaluation_summary"]["prompts"] == 2
     chosen = PromptDataset.from_frame(outputs["chosen_prompts"])
     assert (chosen.prompt_ids, chosen.columns["level"]) == ([[11], [10, 9]], [1, 2])
+
+
+def test_stored_prompts_with_the_tokens_of_another_tokenizer_are_refused(inputs, tmp_path):
+    """A truncated prompt and one without the other tokenizer's BOS are no other tokens."""
+    stored, policy, others = inputs["evaluation_prompts"], inputs["sft_policy"], (inputs["params:ppo"], PromptsConfig())
+    cut = stored.assign(prompt_ids=[list(ids)[-2:] for ids in stored["prompt_ids"]])
+    assert choose_prompts(cut, None, None, policy, *others)[0] is cut
+    other = PretrainedHandle(save(tmp_path / "other", tiny_model(), word_tokenizer()))
+    with pytest.raises(DataError, match=r"other tokens than .*other's tokenizer.* Set evaluation_prompts_path"):
+        choose_prompts(stored, None, None, other, *others)
 
 
 def test_given_prompts_that_were_trained_on_are_counted_and_the_result_says_so(inputs, caplog):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.checkpoints.model_card import with_index, with_result
 from ppo_rlhf.checkpoints.training_record import DRAWN_BY
 from ppo_rlhf.config import PPOConfig
+from ppo_rlhf.core.errors import DataError
 from ppo_rlhf.data.chats import TOOLS, read_tools
 from ppo_rlhf.data.prompt_dataset import PromptDataset
 from ppo_rlhf.data.prompts import PromptReader, PromptsConfig, name_unevaluated, prompt_key
@@ -29,7 +30,7 @@ from ppo_rlhf.judge.settings import LLMJudgeConfig
 from ppo_rlhf.models.context_length import usable_context
 from ppo_rlhf.models.loading import PretrainedHandle
 from ppo_rlhf.models.stored_weights import store_linear_weights
-from ppo_rlhf.models.tokenizers import printed_dates
+from ppo_rlhf.models.tokenizers import encode_texts, printed_dates
 from ppo_rlhf.passes.halvings import KEYS
 from ppo_rlhf.passes.transfers import to_host
 from ppo_rlhf.ppo.precision import device_of, frozen_dtype, trained_dtype
@@ -56,8 +57,13 @@ def choose_prompts(
     """Return the user's evaluation prompts, and the number of evaluation prompts that PPO trained on.
 
     If the user gives no evaluation prompts, return the prompts that PPO held out from training, and 0.
+
+    Raises:
+        DataError: The prompts that PPO held out have tokens of another tokenizer than the SFT policy's.
     """
     if raw_evaluation_prompts is None:
+        if evaluation_prompts is not None:
+            _check_tokens(evaluation_prompts.head(16), sft_policy)
         return evaluation_prompts, 0
     table = raw_evaluation_prompts.select(range(min(prompts.max_held_out, len(raw_evaluation_prompts))))
     name_unevaluated(raw_evaluation_prompts, prompts)
@@ -66,6 +72,21 @@ def choose_prompts(
     if trained:
         logger.warning("PPO trained on %d of these %d prompts: they are not held-out.", trained, len(chosen))
     return chosen, trained
+
+
+def _check_tokens(prompts: pd.DataFrame, policy: PretrainedHandle) -> None:
+    """Raise `DataError` if stored token ids are not those of the policy's tokenizer. A truncated prompt is an end."""
+    stored = [list(ids) for ids in prompts["prompt_ids"]]
+    are_chats = prompts["prompt_chat"].notna().tolist() if "prompt_chat" in prompts else None
+    for before, ids in zip(
+        stored, encode_texts(prompts["prompt"].tolist(), policy.tokenizer(), are_chats), strict=True
+    ):
+        tail = max(1, min(len(before), len(ids)) - 1)  # a truncated prompt begins with BOS
+        if before[-tail:] != ids[-tail:]:
+            raise DataError(
+                f"The held-out prompts of the newest run have other tokens than {policy.source}'s tokenizer gives "
+                "them. Set evaluation_prompts_path to prompts, which are then tokenised for this policy."
+            )
 
 
 def _are_among(prompts: pd.DataFrame, others: pd.DataFrame) -> "pd.Series[bool]":
