@@ -170,3 +170,14 @@ def test_the_table_and_the_figure_show_each_setting_beside_best_of_n() -> None:
     assert (low.x, low.y) == ((3.0,), (1.5,))
     assert (low.error_x.array, low.error_y.array) == (pytest.approx([2**0.5]), pytest.approx([0.5**0.5]))
     assert "broken" not in figure.to_json()
+
+
+def test_settings_of_the_evaluation_that_a_sweep_does_not_use_are_named(caplog: pytest.LogCaptureFixture):
+    given = EvaluationConfig(temperature=0.5, samples_per_prompt=4, pass_at=[2])
+    for evaluation in (given, EvaluationConfig()):
+        assert nodes.train_settings([], *[None] * 5, evaluation) == []
+    assert [line.partition(" has no effect")[0] for line in caplog.messages if "no effect" in line] == [
+        "evaluation.temperature=0.5",
+        "evaluation.samples_per_prompt=4",
+        "evaluation.pass_at=[2]",
+    ]

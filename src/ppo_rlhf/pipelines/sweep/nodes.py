@@ -25,6 +25,9 @@ from ppo_rlhf.runtime.processes import from_main, process_count
 from ppo_rlhf.runtime.progress_display import reporting
 from ppo_rlhf.runtime.signals import RunInterruptedError
 
+_WITHOUT_EFFECT: dict[str, Any] = {"temperature": None, "samples_per_prompt": 1, "pass_at": []}
+"""Settings of `evaluation` that these trainings do not use, with their defaults."""
+
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +53,9 @@ def train_settings(
     Raises:
         TrainingError: All trainings of the sweep failed.
     """
+    for name, default in _WITHOUT_EFFECT.items():
+        if (given := getattr(evaluation, name)) != default:
+            log.warning("evaluation.%s=%s has no effect: each training samples one response a prompt.", name, given)
     child_run, earlier, rows = child_runs(), from_main(finished_trainings()), []
     for number, each in enumerate(sweep_settings, 1):
         error, metrics = "", next((metrics for params, metrics in earlier if params == each.params), {})
