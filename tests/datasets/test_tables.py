@@ -7,7 +7,13 @@ import pytest
 from kedro.config import OmegaConfigLoader
 from kedro.io import AbstractDataset
 
-from ppo_rlhf.datasets import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
+from ppo_rlhf.datasets import (
+    OptionalTableDataset,
+    SpreadsheetDataset,
+    TableDataset,
+    TrainingHistoryDataset,
+    TrainingPromptsDataset,
+)
 from ppo_rlhf.settings import CONFIG_LOADER_ARGS
 
 CHAT = [{"role": "user", "content": "hé"}]
@@ -71,3 +77,11 @@ def test_tables_of_text_are_utf_8_whatever_the_locale(tmp_path, ascii_locale):
         dataset.save(table)
         assert "größer 漢".encode() in Path(dataset._filepath).read_bytes()
         assert dataset.load()["text"].tolist() == ["größer 漢"]
+
+
+def test_the_prompts_of_the_newest_training_are_not_those_of_a_policy_from_elsewhere(tmp_path):
+    file = str(tmp_path / "training_prompts.parquet")
+    assert TrainingPromptsDataset(filepath=file).load() is None
+    TrainingPromptsDataset(filepath=file).save(pd.DataFrame({"prompt": ["a"]}))
+    assert len(TrainingPromptsDataset(filepath=file).load()) == 1
+    assert TrainingPromptsDataset(filepath=file, policy_path="elsewhere").load() is None

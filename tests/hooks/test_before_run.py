@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from click.testing import Result
 from kedro.config import OmegaConfigLoader
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
-from ppo_rlhf.datasets import PretrainedModelDataset
+from ppo_rlhf.datasets import PretrainedModelDataset, TrainingHistoryDataset, TrainingPromptsDataset
 from ppo_rlhf.hooks.before_run import check_load_versions, check_runner
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.preflight import RunRequest
@@ -272,3 +273,24 @@ def test_a_version_of_an_entry_that_is_not_read_or_has_no_versions_is_refused(tm
     for name in ("plain", "made", "unknown"):
         with pytest.raises(ConfigError, match=f"^--load-versions {name}: .* kept$"):
             check_load_versions({"load_versions": {"kept": "then", name: "then"}}, pipeline, entries)
+
+
+def test_an_older_policy_has_no_history_and_no_training_prompts(tmp_path: Path):
+    """Only those of the newest run are kept."""
+    for name in ("1", "2"):
+        save(tmp_path / "policies" / name, tiny_model())
+    pd.DataFrame({"prompt": ["a"]}).to_parquet(tmp_path / "prompts.parquet")
+    pd.DataFrame({"iteration": [1]}).to_csv(tmp_path / "history.csv")
+    inputs = ["ppo_policy", "training_history", "training_prompts"]
+    pipeline = Pipeline([Node(lambda *_: 1, inputs, "made", name="n")])
+    for version, count in (("2", 1), ("1", 0)):
+        entries = DataCatalog(
+            {
+                "ppo_policy": PretrainedModelDataset(str(tmp_path / "policies"), version=Version(version, None)),
+                "training_history": TrainingHistoryDataset(filepath=str(tmp_path / "history.csv")),
+                "training_prompts": TrainingPromptsDataset(filepath=str(tmp_path / "prompts.parquet")),
+            }
+        )
+        check_load_versions({"load_versions": {"ppo_policy": version}}, pipeline, entries)
+        assert len(entries.load("training_history")) == count
+        assert (entries.load("training_prompts") is not None) == bool(count)

@@ -15,7 +15,13 @@ from ppo_rlhf.datasets.report_files import (
     TokenSamplesDataset,
     TrainingCurvesDataset,
 )
-from ppo_rlhf.datasets.tables import OptionalTableDataset, SpreadsheetDataset, TableDataset, TrainingHistoryDataset
+from ppo_rlhf.datasets.tables import (
+    OptionalTableDataset,
+    SpreadsheetDataset,
+    TableDataset,
+    TrainingHistoryDataset,
+    TrainingPromptsDataset,
+)
 
 __all__ = [
     "CheckpointDataset",
@@ -34,4 +40,5 @@ __all__ = [
     "TokenSamplesDataset",
     "TrainingCurvesDataset",
     "TrainingHistoryDataset",
+    "TrainingPromptsDataset",
 ]

@@ -108,6 +108,11 @@ class PretrainedModelDataset(AbstractDataset[TrainedModel | dict[str, object], P
                 version = folder / _name_after(max(version.name, _newest_name(folder)))
         self.pinned = version
 
+    @property
+    def is_newest(self) -> bool:
+        """Whether the newest version is loaded."""
+        return self.pinned is None or str(self.pinned) == newest_version(str(self._source))
+
     def _exists(self) -> bool:
         handle = self.load()
         return handle is not None and _is_model(Path(handle.source))

@@ -34,23 +34,36 @@ class OptionalTableDataset(TableDataset):
         return super().load() if self.exists() else None
 
 
+class TrainingPromptsDataset(OptionalTableDataset):
+    """The prompts of the newest training.
+
+    The entry loads as None if the newest training did not make the policy: `policy_path` is set, or `is_of_policy` is
+    False.
+    """
+
+    def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.is_of_policy = policy_path is None
+
+    def _exists(self) -> bool:
+        return self.is_of_policy and super()._exists()
+
+
 class TrainingHistoryDataset(CSVDataset):
     """The training history of the newest run as CSV.
 
-    The table is empty if there is no training history, or if `policy_path` is set, because the newest run then did not
-    train the policy.
+    The table is empty if there is no training history, or if the newest run did not train the policy: `policy_path` is
+    set, or `is_of_policy` is False.
     """
 
     DEFAULT_FS_ARGS = UTF_8
 
     def __init__(self, policy_path: str | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self._has_other_policy = policy_path is not None
+        self.is_of_policy = policy_path is None
 
     def load(self) -> pd.DataFrame:
-        if self._has_other_policy:
-            return pd.DataFrame()
-        return super().load() if super()._exists() else pd.DataFrame()
+        return super().load() if self.is_of_policy and super()._exists() else pd.DataFrame()
 
     def _exists(self) -> bool:
         # Tell Kedro that the file exists: a missing history loads as an empty table, which the report accepts

@@ -170,7 +170,7 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """Raise ConfigError if --load-versions names an entry that is no versioned input of the run, because Kedro ignores
-    such entries.
+    such entries. An older policy has no training history, because only that of the newest run is kept.
     """
     given = run_params["load_versions"] or {}
     versioned = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
@@ -179,3 +179,8 @@ def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catal
             f"--load-versions {unversioned[0]}: this is not a versioned input of the run; versioned inputs: "
             f"{', '.join(versioned) or None}"
         )
+    policy: Any = catalog.get("ppo_policy") if "ppo_policy" in given else None
+    if policy is not None and not policy.is_newest:
+        for name in pipeline.inputs() & {"training_history", "training_prompts"}:
+            of_newest_run: Any = catalog.get(name)
+            of_newest_run.is_of_policy = False
