@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import datasets
 import pytest
@@ -89,6 +90,20 @@ def test_a_split_of_a_saved_folder_is_named_behind_a_colon(tmp_path):
     assert prompts_of(f"{tmp_path / 'set'}:train[:50%]", tmp_path) == ["a", "b"]
 
 
+def test_a_saved_table_without_splits_refuses_a_split_and_no_saved_folder_has_configurations(tmp_path):
+    table, one, several = datasets.Dataset.from_dict({"prompt": ["a", "b"]}), tmp_path / "one", tmp_path / "several"
+    table.save_to_disk(str(one))
+    datasets.DatasetDict({"train": table}).save_to_disk(str(several))
+    assert prompts_of(f"{one}:train", tmp_path) == ["a", "b"]
+    assert prompts_of(f"{one}:train[:50%]", tmp_path) == ["a"]
+    for source, options in ((f"{one}:test", {}), (f"{one}:test[:50%]", {}), (one, {"load_args": {"split": "test"}})):
+        with pytest.raises(DataError, match=f"^{re.escape(str(source))}: the folder holds one table without splits"):
+            prompts_of(source, tmp_path, **options)
+    for source in (f"{one}#main", f"{several}#main:train"):
+        with pytest.raises(DataError, match=f"^{source}: .* no configurations. Leave out `#main`"):
+            prompts_of(source, tmp_path)
+
+
 CONFIGURED = """---
 configs:
 - config_name: main
@@ -138,6 +153,27 @@ def test_the_files_of_a_glob_are_one_table_and_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert prompts_of(tmp_path / "t*.jsonl", tmp_path) == ["test-1", "train-1"]
     assert "read as one table: test-1.jsonl, train-1.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("pattern", ["data/part-*/train.jsonl", "data/**/train.jsonl", "data/**", "da*/p*/t*"])
+def test_a_wildcard_may_stand_in_the_name_of_a_folder(tmp_path, caplog, pattern):
+    names = ["data/part-1/train.jsonl", "data/part-2/train.jsonl"]
+    write(tmp_path, *names)
+    log_lines.said.clear()
+    with caplog.at_level(logging.WARNING):
+        assert prompts_of(tmp_path / pattern, tmp_path) == [name.split(".")[0] for name in names]
+    inner = [name.removeprefix("data/") for name in names] if pattern.startswith("data/") else names
+    assert f"read as one table: {', '.join(inner)}." in caplog.text
+
+
+def test_a_glob_matches_files_only_and_folders_that_exist_are_no_patterns(tmp_path, monkeypatch):
+    write(tmp_path, "run[1]/a.jsonl", "run[1]/b.jsonl/inner.txt", "run1/a.jsonl")
+    assert prompts_of(tmp_path / "run[1]/*.jsonl", tmp_path) == ["run[1]/a"]
+    monkeypatch.chdir(tmp_path)
+    assert prompts_of("run?/*.jsonl", tmp_path) == ["run1/a"]
+    for absent in ("run*/c.jsonl", "gone-*/**/a.jsonl", "run[1]/b*"):
+        with pytest.raises(DataError, match="this data file does not exist"):
+            find(absent)
 
 
 def test_files_of_several_folders_are_named(tmp_path, caplog):

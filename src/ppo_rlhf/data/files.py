@@ -97,14 +97,21 @@ def find(source: str, split: str | None = None) -> Found | None:
         return _of_files(source, [path], split)
     if path.is_dir():
         return _of_folder(source, path, name, split)
-    files = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+    base = next(parent for parent in path.parents if parent.is_dir())
+    files = _matching(base, path)
     if not files and is_hub_name(source):
         return None
     if not files:
         raise DataError(f"{source}: this data file does not exist. Give {_ENDINGS}, or a name on the hub.")
     if len(files) > 1:
-        _say(f"{source}: read as one table: {_listed(files, path.parent)}.")
+        _say(f"{source}: read as one table: {_listed(files, base)}.")
     return _of_files(source, files, split)
+
+
+def _matching(base: Path, pattern: Path) -> list[Path]:
+    """Return the files of a glob, sorted; `base`, the folder above the first wildcard, is taken literally."""
+    escaped = os.path.join(glob.escape(str(base)), pattern.relative_to(base))
+    return sorted({Path(match) for match in glob.glob(escaped, recursive=True) if os.path.isfile(match)})
 
 
 def _of_files(source: str, files: list[Path], split: str | None) -> Found:
@@ -117,6 +124,10 @@ def _of_files(source: str, files: list[Path], split: str | None) -> Found:
 def _of_folder(source: str, folder: Path, configuration: str | None, split: str | None) -> Found:
     wanted, part = _split_and_part(source, split)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        if configuration is not None:
+            raise DataError(
+                f"{source}: a folder that save_to_disk wrote has no configurations. Leave out `#{configuration}`."
+            )
         return Found(sorted(folder.rglob("*.arrow")), folder, wanted, part)
     inside = _data_files(folder)
     if not inside:

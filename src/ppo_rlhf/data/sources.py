@@ -46,7 +46,7 @@ def load_table(
     if found is None:
         table = _load_from_hub(source, cache, options)
     elif found.saved is not None:
-        table = _load_saved(found.saved, found.split)
+        table = _load_saved(source, found.saved, found.split)
     else:
         options.pop("split", None)
         table = _load_files(source, found.files, text_column, cache, options)
@@ -116,13 +116,15 @@ def _load_from_hub(source: str, cache: str | None, load_args: dict[str, Any]) ->
     return _one_split(loaded, source)
 
 
-def _load_saved(folder: Path, split: str | None) -> Dataset:
+def _load_saved(source: str, folder: Path, split: str | None) -> Dataset:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be loaded: {in_one_line(error)}") from error
+    if split not in (None, "train") and not isinstance(loaded, dict):
+        raise DataError(f"{source}: the folder holds one table without splits, not `{split}`. Leave out the split.")
     return _one_split(loaded, str(folder), split)
 
 
