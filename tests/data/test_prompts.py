@@ -414,7 +414,7 @@ def test_of_a_whole_conversation_the_last_reply_is_dropped_and_a_line_says_so(ca
         reader = PromptReader(tokenizer, None, 4, "error")
         reader.read_split(table_of({column: [chat, other]}), None, PromptsConfig(held_out_share=0.5))
     (line,) = caplog.messages
-    assert re.search(f"last reply.* 2 conversations .*{column}", line)
+    assert line == f"Of 2 conversations in the column {column}, those that end with a reply lose it."
 
 
 def test_a_conversation_of_one_reply_is_refused():

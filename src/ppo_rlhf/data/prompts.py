@@ -217,7 +217,7 @@ class PromptReader:
         for part in filter(None, (table, evaluation)):
             if (used := _prompt_column(part, settings.column, "prompts")) in CONVERSATIONS:
                 say_once(
-                    f"The last reply of each of {len(part)} conversations in the column {used} is dropped.",
+                    f"Of {len(part)} conversations in the column {used}, those that end with a reply lose it.",
                     logging.INFO,
                 )
         tokenised = self.tokenise(table, settings.column, "prompts")
