@@ -40,12 +40,13 @@ class RecordsDataset(AbstractDataset["Dataset", "Dataset | None"]):
     - one file of a dataset on the hub, `hf://datasets/<owner>/<name>/<file>`;
     - with `pairs`, `mlflow:<queue>`: people's answers in a review queue of MLflow, which are written to a file.
 
-    With `pairs`, a table with the columns `number` and `answer` is people's answers (`people_answers.preferences_of`),
+    With `pairs`, a table with the columns `number` and `answer` is people's answers (`people.answers.preferences_of`),
     read once per run.
 
     The table is memory-mapped, except for CSV files and answers. In CSV only an empty cell is a missing value. A CSV
-    column of numbers, or of true and false, is read as numbers or truth values (007 as 7), unless the column is called
-    prompt, completion, text, chosen or rejected, or is `text_column`. Example:
+    column is read as numbers or truth values if Python prints each value as its cell stands (7, 0.5, True), else as
+    text (007, 1.10, true). A column called prompt, completion, text, chosen or rejected, or named by `text_column`, is
+    always text. Example:
 
     ```yaml
     raw_prompts:
