@@ -651,10 +651,12 @@ def test_parameters_are_the_settings_and_follow_the_globals(environment):
     assert set(group) == set(EvaluationConfig.__dataclass_fields__)
 
 
-def test_sample_pairs_survive_their_file_whatever_the_models_wrote(tmp_path):
-    entry = load_config("base")["catalog"]["sample_pairs"]["dataset"]
-    dataset = AbstractDataset.from_config("sample_pairs", {**entry, "filepath": str(tmp_path / "sample_pairs.csv")})
+@pytest.mark.parametrize("name", ["sample_pairs", "reward_attacks"])
+def test_tables_of_texts_survive_their_file_whatever_the_models_wrote(name, tmp_path):
+    entry = load_config("base")["catalog"][name]["dataset"]
+    dataset = AbstractDataset.from_config(name, {**entry, "filepath": str(tmp_path / "table.csv")})
     texts = ["", "NA", "7", "null", 'say "hi", twice', "line\nbreak", "carriage\rreturn", "tab\t<b>&", "ünï ✓"]
-    table = pd.DataFrame({"prompt": texts, "sft_response": texts, "ppo_response": texts[::-1], "sft_score": 0.1 + 0.2})
+    columns = {column: texts[place:] + texts[:place] for place, column in enumerate(entry["load_args"]["dtype"])}
+    table = pd.DataFrame({**columns, "score": 0.1 + 0.2})
     dataset.save(table)
     pd.testing.assert_frame_equal(dataset.load(), table, check_exact=True)
