@@ -265,11 +265,11 @@ def test_a_pause_ends_if_another_request_has_failed(judge, server):
 
 
 def test_a_server_that_drips_is_late(judge, server):
-    server.drip_s = 0.02
+    server.drip_s = 0.2
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"no whole answer within 0\.3 seconds.*llm\.timeout_s"):
         scores(judge(timeout_s=0.3, max_retries=0), "one")
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 15.0  # the whole answer would take longer
 
 
 def test_of_an_answer_of_300_megabytes_only_the_first_are_read(judge, server):

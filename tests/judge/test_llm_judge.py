@@ -207,7 +207,7 @@ def test_a_signal_ends_the_wait_at_once_and_leaves_what_was_answered(judge, serv
         raise TerminationSignal(signum)
 
     def answer(text: str) -> str:
-        time.sleep(0.0 if between(text, "response") == "one" else 5.0)
+        time.sleep(0.0 if between(text, "response") == "one" else 30.0)
         return words(text)
 
     server.answer = answer
@@ -220,7 +220,7 @@ def test_a_signal_ends_the_wait_at_once_and_leaves_what_was_answered(judge, serv
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < 4.0
+    assert time.monotonic() - started < 20.0
     scores(judge(), ["one"])
     assert len(server.bodies) == 2
 
