@@ -223,14 +223,14 @@ def test_nobody_waits_for_a_store_that_hangs(
     run_id: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     answer = threading.Event()
-    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: answer.wait(60))
+    monkeypatch.setattr(MlflowClient, "log_batch", lambda *_, **__: answer.wait(120))
     start = time.monotonic()
     mirror = mirror_of(run_id, folder)
     for iteration in range(1, 100):
         write(folder, iteration)
         mirror.wake()
     assert not mirror.close(0.3, can_resume=True)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert f"99 lines of metrics.jsonl, from iteration 1 on, of run {run_id}: the tracking store" in caplog.messages[-1]
     answer.set()
 

@@ -458,7 +458,7 @@ def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
 
     def answer_late(client: mlflow.MlflowClient, *arguments: Any, **others: Any) -> Any:
         if others.get("metrics"):
-            answer.wait(100)
+            answer.wait(400)
         return log_batch(client, *arguments, **others)
 
     def end(*arguments: Any) -> None:
@@ -471,7 +471,7 @@ def test_a_run_does_not_wait_for_a_tracking_server_that_stops_answering(
     start = time.monotonic()
     result = kedro(toy_project, "run", "--pipelines", "align")
     assert result.exit_code == 0, result.output
-    assert time.monotonic() - start < 60.0
+    assert time.monotonic() - start < 300.0
     run = last_run(toy_project)
     assert run.info.status == "FINISHED"
     assert "objective/scores" not in run.data.metrics

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [42, 1, 2])
 def test_ppo_beats_sft_by_the_gold_judge_and_stays_grammatical(seed: int, make_project: Callable[[], Path]) -> None:
     project = make_project()

@@ -21,7 +21,7 @@ import pandas as pd
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PROJECT = Path(__file__).parents[2]
 SEEDS = (42, 1, 2)

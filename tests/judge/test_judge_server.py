@@ -257,19 +257,19 @@ def test_a_pause_of_more_than_ten_minutes_ends_the_run_at_once(judge, server):
 
 def test_a_pause_ends_if_another_request_has_failed(judge, server):
     server.answer = lambda text: (401, "no key") if "bad" in text else (429, "slow down")
-    server.headers = {"retry-after": "30"}
+    server.headers = {"retry-after": "120"}
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"no key|slow down"):
         scores(judge(), "good", "bad")
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_a_server_that_drips_is_late(judge, server):
-    server.drip_s = 0.2
+    server.answer, server.drip_s = lambda text: "Score: 4 " * 100, 0.2
     started = time.monotonic()
     with pytest.raises(RewardError, match=r"no whole answer within 0\.3 seconds.*llm\.timeout_s"):
         scores(judge(timeout_s=0.3, max_retries=0), "one")
-    assert time.monotonic() - started < 15.0  # the whole answer would take longer
+    assert time.monotonic() - started < 60.0  # the whole answer would take longer
 
 
 def test_of_an_answer_of_300_megabytes_only_the_first_are_read(judge, server):
@@ -281,7 +281,7 @@ def test_of_an_answer_of_300_megabytes_only_the_first_are_read(judge, server):
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < 60.0
     with pytest.raises(RewardError, match=r"has more than 10,000,000 bytes"):
         scores(judge(), "bad")
 

@@ -72,20 +72,27 @@ def test_a_directory_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_one_process_at_a_time_comes_through_says_that_it_waits_and_no_file_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ppo_rlhf.runtime.locks.SLOW_S", 0.1)
-    process = subprocess.Popen(["flock", str(tmp_path), "sleep", "0.7"])
+    """The other process lets go of the lock as soon as the wait for it is said, or else after a minute."""
+    lines: list[str] = []
+
+    def let_go(line: str, *values: object) -> None:
+        lines.append(line % values)
+        process.communicate()
+
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.SLOW_S", 0.3)
+    monkeypatch.setattr("ppo_rlhf.runtime.locks.logger.warning", let_go)
+    process = subprocess.Popen(["flock", str(tmp_path), "timeout", "60", "cat"], stdin=subprocess.PIPE)
     while subprocess.run(["flock", "--nonblock", str(tmp_path), "true"]).returncode == 0:
-        pass  # the second block has not begun
-    began = time.monotonic()
+        pass  # the other process has not locked it
     with one_at_a_time(tmp_path):
-        assert time.monotonic() - began > 0.3
+        assert lines
     assert process.wait() == 0
     assert list(tmp_path.iterdir()) == []
     with one_at_a_time(tmp_path):
-        time.sleep(0.3)  # the block may take long
-    (line,) = caplog.messages
+        time.sleep(0.6)  # the block may take long
+    (line,) = lines
     assert line.startswith(f"Waiting for another process that has locked {tmp_path}: a run that starts ")
 
 

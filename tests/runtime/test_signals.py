@@ -211,6 +211,6 @@ def test_what_is_printed_to_a_terminal_that_was_closed_does_not_end_the_work(tmp
 def test_a_second_signal_while_one_waits_for_a_call_ends_the_process_in_one_line(tmp_path: Path):
     script = tmp_path / "hanging.py"
     script.write_text(textwrap.dedent(HANGING))
-    done = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-u", script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 143
     assert done.stderr == "SIGTERM: ended at once, because a call did not return.\n"

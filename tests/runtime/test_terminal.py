@@ -45,7 +45,7 @@ def start(project: Path, in_place_of_mlflow: str, redirected: str = "") -> subpr
         env=os.environ | {"PYTHONPATH": path, "KEDRO_LOGGING_CONFIG": logs, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 
