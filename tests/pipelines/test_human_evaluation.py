@@ -151,7 +151,8 @@ def test_the_judge_reads_the_messages_and_columns_as_in_an_evaluation() -> None:
         patch.setattr(nodes, "resolve_judge", lambda _: ResolvedJudge(judge, {}, "a judge"))
         nodes.compare_by_people(table, EvaluationConfig(prompts_path=None))
     for side, turns in zip(read, ([["aa"], ["bb"]], [["a"], ["b"]]), strict=True):
-        assert side == {"messages": [chat, None], "turns": turns, "level": [None, 3]}
+        with_response = [*chat, {"role": "assistant", "content": turns[0][0]}]
+        assert side == {"messages": [with_response, None], "turns": turns, "level": [None, 3]}
 
 
 def test_the_texts_are_those_of_the_policies(folder: Path, compared: pd.DataFrame) -> None:

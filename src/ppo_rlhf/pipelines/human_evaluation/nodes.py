@@ -13,6 +13,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from ppo_rlhf.checkpoints.model_card import with_people
 from ppo_rlhf.core.errors import DataError
+from ppo_rlhf.data.chats import Chat, answered
 from ppo_rlhf.datasets.mlflow_queue import SCHEME
 from ppo_rlhf.datasets.pair_tables import CollectedPairs, comparison_of
 from ppo_rlhf.evaluation.policy import EvaluationConfig, resolve_judge
@@ -97,10 +98,12 @@ def compare_by_people(answered_comparisons: pd.DataFrame, evaluation: Evaluation
     table, judge = answered_comparisons, resolve_judge(evaluation)
     judged: list[float] = []
     if judge.judge is not None:
+        columns = _columns(table) | {AGAINST: table["theirs"].tolist()}
         scores = [
             call_reward_function(
                 *(judge.judge, "evaluation.judge", table["prompt"].tolist(), table[side].tolist()),
-                _columns(table) | {AGAINST: table["theirs"].tolist(), TURNS: [[text] for text in table[side]]},
+                columns
+                | {TURNS: [[text] for text in table[side]], MESSAGES: _messages(table["prompt_chat"], table[side])},
             )
             for side in ("ours", "theirs")
         ]
@@ -145,10 +148,15 @@ def write_people_card(human_evaluation: dict[str, Any], ppo_policy: PretrainedHa
 
 
 def _columns(table: pd.DataFrame) -> dict[str, list[Any]]:
-    """Return the prompts' columns and `messages`. A pair collected from a table without a column has None there."""
+    """Return the prompts' columns. A pair collected from a table without a column has None there."""
     rows = [json.loads(row) for row in table["columns"]]
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    return columns | {MESSAGES: [json.loads(chat) if isinstance(chat, str) else None for chat in table["prompt_chat"]]}
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def _messages(chats: Sequence[str | None], responses: Sequence[str]) -> list[Chat | None]:
+    """Return each chat prompt with its response, as reward functions get `messages`; None for plain text."""
+    pairs = zip(chats, responses, strict=True)
+    return [answered(json.loads(chat), text) if isinstance(chat, str) else None for chat, text in pairs]
 
 
 def _numbers(scores: Any) -> list[float]:
