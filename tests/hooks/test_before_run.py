@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ppo_rlhf.config import PPOConfig
 from ppo_rlhf.core.errors import ConfigError
 from ppo_rlhf.datasets import PretrainedModelDataset, TrainingHistoryDataset, TrainingPromptsDataset
-from ppo_rlhf.hooks.before_run import check_load_versions, check_runner
+from ppo_rlhf.hooks.before_run import check_load_versions, check_runner, forget_other_training
 from ppo_rlhf.hooks.own_settings import OwnSettings
 from ppo_rlhf.preflight import RunRequest
 from ppo_rlhf.runner import LoopRunner
@@ -291,6 +291,6 @@ def test_an_older_policy_has_no_history_and_no_training_prompts(tmp_path: Path):
                 "training_prompts": TrainingPromptsDataset(filepath=str(tmp_path / "prompts.parquet")),
             }
         )
-        check_load_versions({"load_versions": {"ppo_policy": version}}, pipeline, entries)
+        forget_other_training({"load_versions": {"ppo_policy": version}}, pipeline, entries)
         assert len(entries.load("training_history")) == count
         assert (entries.load("training_prompts") is not None) == bool(count)

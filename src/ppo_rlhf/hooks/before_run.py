@@ -75,6 +75,7 @@ class ChecksHook:
         in_use.clear()
         check_runner(run_params, pipeline)
         check_load_versions(run_params, pipeline, catalog)
+        forget_other_training(run_params, pipeline, catalog)
         data_root = self._loader["globals"].get("data_root", "data")
         run = RunRequest(pipeline, catalog, Path(run_params["project_path"]), data_root, run_params["env"])
         # Only the main process runs the checks: the other processes wait in `agree_on_run`, so collectives are
@@ -170,7 +171,7 @@ def check_runner(run_params: Mapping[str, Any], pipeline: Pipeline) -> None:
 
 def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     """Raise ConfigError if --load-versions names an entry that is no versioned input of the run, because Kedro ignores
-    such entries. An older policy has no training history, because only that of the newest run is kept.
+    such entries.
     """
     given = run_params["load_versions"] or {}
     versioned = [name for name in sorted(pipeline.inputs()) if given and getattr(catalog.get(name), "_version", None)]
@@ -179,7 +180,11 @@ def check_load_versions(run_params: Mapping[str, Any], pipeline: Pipeline, catal
             f"--load-versions {unversioned[0]}: this is not a versioned input of the run; versioned inputs: "
             f"{', '.join(versioned) or None}"
         )
-    policy: Any = catalog.get("ppo_policy") if "ppo_policy" in given else None
+
+
+def forget_other_training(run_params: Mapping[str, Any], pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Empty the tables of the newest training if --load-versions names an older policy, which it did not make."""
+    policy: Any = catalog.get("ppo_policy") if "ppo_policy" in (run_params["load_versions"] or {}) else None
     if policy is not None and not policy.is_newest:
         for name in pipeline.inputs() & {"training_history", "training_prompts"}:
             of_newest_run: Any = catalog.get(name)
